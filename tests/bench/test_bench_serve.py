@@ -15,8 +15,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_twell
-from hf_twell.bench.plot import plot
-from hf_twell.bench.serve import Load, Prompts, Side, check_load, compare_texts, in_bursts
+from hf_twell.bench.serve import Prompts, Side, compare_texts, in_bursts
 from hf_twell.bench.serve_client import read_answer
 from hf_twell.bench.serve_process import free_port, serving
 from hf_twell.bench.serve_summary import overlap, pairs, ratio, summary
@@ -94,12 +93,6 @@ def test_the_table_has_a_line_for_each_setting():
     assert "round" not in head
 
 
-def test_the_figure_is_drawn_from_both_sides(tmp_path):
-    prefill = row("sparse", [9000], measured="prefill")
-    plot([row("dense", [10, 12]), row("sparse", [30, 20]), prefill], tmp_path / "serve.png")
-    assert (tmp_path / "serve.png").stat().st_size > 1000
-
-
 # What is read of a stream.
 
 
@@ -154,14 +147,6 @@ def test_a_text_shorter_than_a_prompt_is_repeated(tokenizer):
     assert len(tokenizer(prompt)["input_ids"]) in (39, 40)
     with pytest.raises(ValueError, match="has no words"):
         Prompts(tokenizer, " \n")
-
-
-def test_more_tokens_than_the_context_are_refused():
-    check_load(Load("decode", 1, 60, 4), 64)
-    with pytest.raises(ValueError, match="--prompt-tokens 61 and 4 new tokens are more than the context of 64"):
-        check_load(Load("decode", 1, 61, 4), 64)
-    with pytest.raises(ValueError, match="--prefill-tokens 64 and 1 new"):
-        check_load(Load("prefill", 1, 64, 1), 64)
 
 
 # What is asked about the answers.

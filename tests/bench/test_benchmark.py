@@ -59,12 +59,6 @@ def test_workload_has_the_statistics_of_sparse_models():
     assert workload.distinct_neurons(active) < 0.95 * apart, "neighbours share neurons"
 
 
-def test_distinct_neurons_by_hand():
-    active = torch.tensor([[1, 0, 0], [1, 0, 0], [0, 1, 0], [0, 0, 1], [1, 1, 1]]) > 0
-    assert workload.distinct_neurons(active, 2) == 1.5
-    assert workload.distinct_neurons(active, 64) == 3
-
-
 @pytest.fixture(scope="module")
 def llama():
     return models.RandomLlama(12.0, **{**TINY, "layers": 6}, dtype="float32")

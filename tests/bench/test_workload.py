@@ -43,12 +43,6 @@ def test_three_unions_are_had_together(density, wanted):
     assert list(found.values()) == pytest.approx(wanted, abs=0.01 if (density, wanted) in SHARED else 0.018)
 
 
-def test_without_a_union_the_inputs_are_those_of_before():
-    x, w_gate, _, _ = workload.make_ffn(1024, 64, 344, 8, dtype=torch.float32)
-    found = workload.active_neurons(x, w_gate)
-    assert sharing.unions_of(found)["64"] > 0.4, "of tokens that hardly resemble each other"
-
-
 def test_unions_that_cannot_be_are_refused():
     with pytest.raises(ValueError, match=r"no inputs with 10 % active neurons have unions of 6\.0 % \(64 tokens\)"):
         workload.make_ffn(512, 64, 256, 25.6, unions={"64": 0.06})

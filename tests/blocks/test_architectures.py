@@ -318,12 +318,6 @@ def test_one_broken_linear_in_the_last_layer(name):
     assert_refused(model, "model.layers.2.mlp.down_proj (Linear)", *words)
 
 
-def test_whole_model_on_meta():
-    with torch.device("meta"):
-        model = tiny_llama()
-    assert_refused(model, "model.layers.0.mlp.gate_proj", "meta device")
-
-
 class ScaledMLP(type(tiny_llama().model.layers[0].mlp)):
     scale = 1.0
 
@@ -377,11 +371,6 @@ def test_replaced_forward():
     mlp = model.model.layers[1].mlp
     mlp.forward = mlp.forward
     assert_refused(model, "model.layers.1.mlp (LlamaMLP)", "forward replaced")
-
-
-def test_offloaded_by_accelerate():
-    accelerate = pytest.importorskip("accelerate")
-    assert_refused(accelerate.cpu_offload(tiny_llama()), "model.layers.0.mlp", "meta device")
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,6 @@ from hf_twell.files.folders import training_record
 from hf_twell.files.packages import how_to_install
 from hf_twell.recipe.packing import PackedText
 from hf_twell.recipe.runs import check_run
-from hf_twell.recipe.schema import load_recipe
 from tests.conftest import COMMAND, finished, needs_lm_eval, one_of, write_recipe
 from tests.paths import DEMO, HELDOUT, ROOT
 
@@ -83,13 +82,6 @@ def test_nobody_is_told_to_install_a_name_that_no_index_has():
     texts += ROOT.glob("model_cards/*.md")
     invitation = re.compile(r"""pip install (-\S+ )*["']?hf[_-]twell|hf[_-]twell\[\w""")
     assert not [path for path in texts if invitation.search(path.read_text())]
-
-
-def test_bench_speaks_of_a_model_where_it_takes_one(capsys):
-    for mode in ("ffn", "prefill", "generate", "train"):
-        with pytest.raises(SystemExit):
-            main(["bench", mode, "--help"])
-        assert ("of MODEL" in capsys.readouterr().out) == (mode in ("prefill", "generate"))
 
 
 def test_help_does_not_wait_for_torch():
@@ -310,12 +302,6 @@ def test_a_run_that_fails_before_its_first_step_leaves_no_folder(recipe, error_l
 def test_settings_that_make_no_adapters_end_in_one_line(recipe, change, says, error_line):
     pytest.importorskip("peft")
     assert says in error_line("train", recipe, "trainable=ffn+lora", change)
-
-
-def test_a_date_in_a_recipe_is_text(recipe):
-    changes = ["output_dir=2026-11-23", "train={hub: json, revision: 2026-11-23}"]
-    changed = load_recipe(recipe, changes)
-    assert (changed.output_dir, changed.train["revision"]) == ("2026-11-23", "2026-11-23")
 
 
 @pytest.mark.skipif(is_torch_bf16_gpu_available(), reason="a GPU that trains in bf16")

@@ -195,17 +195,6 @@ def test_our_classes_load_both_forms(name, form, tmp_path):
     assert torch.equal(outputs(load_causal_lm(tmp_path / "again")), outputs(twin))
 
 
-def test_a_text_model_loaded_from_one_that_sees(tmp_path):
-    """Its config is a part of the other's, and its tensors keep the other's names when saved."""
-    model = dense("qwen3_5")
-    twin = by_hand(model)
-    model.save_pretrained(tmp_path / "dense")
-    model = sparsify(AutoModelForCausalLM.from_pretrained(tmp_path / "dense"), backend="reference")
-    assert (model.config.model_type, model.config.hidden_act) == ("twell_qwen3_5_text", "silu")
-    model.save_pretrained(tmp_path / "sparse")
-    assert torch.equal(outputs(load_causal_lm(tmp_path / "sparse")), outputs(twin))
-
-
 @pytest.mark.parametrize(("name", "head"), [("falcon_h1", "CausalLM"), ("qwen3_5", "MultimodalLM")])
 def test_what_holds_the_model_saves_no_stock_name(name, head, tmp_path):
     """By a stock name an engine would compute SiLU, whatever the type: a model converted inside of another, say."""

@@ -228,15 +228,6 @@ def test_prompt_tuning_is_refused():
         measure_sparsity(peft.get_peft_model(sparsify(tiny_llama()), config), batches()[:1])
 
 
-def test_an_offloaded_model():
-    """Its weights are seen on the meta device, where inputs would be lost."""
-    accelerate = pytest.importorskip("accelerate")
-    truth = measure_sparsity(sparsify(tiny_llama()), batches())
-    model = accelerate.cpu_offload(sparsify(tiny_llama()), execution_device="cpu")
-    assert all(parameter.is_meta for parameter in model.parameters())
-    assert measure_sparsity(model, batches()) == truth
-
-
 def state(model):
     return [(module.training, len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()]
 

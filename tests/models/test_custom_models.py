@@ -13,7 +13,7 @@ from torch import nn
 from hf_twell import TwellLlamaForCausalLM, TwellQwen2ForCausalLM, TwellQwen3ForCausalLM, sparsify, unpatch
 from hf_twell.blocks.modeling import SparseFfn, sparse_ffns
 from tests import authors
-from tests.conftest import TINY, ids, logits
+from tests.conftest import TINY, logits
 
 pytestmark = pytest.mark.numeric
 
@@ -86,12 +86,6 @@ def test_saves_the_stock_form(family, tmp_path):
     assert names[0] == names[1]
 
 
-def test_default_backend_is_right_too(family, tmp_path):
-    model = dense(family)
-    model.save_pretrained(tmp_path)
-    torch.testing.assert_close(logits(family[0].from_pretrained(tmp_path)), logits(relu_twin(model, family[1])))
-
-
 def test_made_from_a_config(family):
     config = config_of(family)
     torch.manual_seed(0)
@@ -146,20 +140,6 @@ def test_a_variant(family, tmp_path, shard):
         family[0].from_pretrained(inner, variant="v1")
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_attention_and_generation(family, tmp_path, attention):
-    model = dense(family)
-    model.save_pretrained(tmp_path)
-    loaded = family[0].from_pretrained(tmp_path, backend="reference", attn_implementation=attention)
-    twin = relu_twin(model, family[1])
-    twin.set_attn_implementation(attention)
-    mask = torch.ones(2, 11, dtype=torch.long)
-    mask[0, :4] = 0  # padding at the left
-    for how in ({}, {"num_beams": 3}, {"cache_implementation": "static"}, {"use_cache": False}):
-        options = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False, **how}
-        assert torch.equal(loaded.generate(ids(), **options), twin.generate(ids(), **options)), how
-
-
 def test_tied_weights(family, tmp_path):
     model = dense(family, tie_word_embeddings=True)
     model.save_pretrained(tmp_path)
@@ -171,34 +151,6 @@ def test_tied_weights(family, tmp_path):
     loaded.resize_token_embeddings(100)
     assert loaded.lm_head.weight.shape[0] == 100
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing(family, reentrant):
-    torch.manual_seed(0)
-    model = family[0](config_of(family), backend="reference").train()
-    gradients = []
-    for checkpointing in (False, True):
-        if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-            model.enable_input_require_grads()
-        model.zero_grad()
-        model(input_ids=ids(), labels=ids()).loss.backward()
-        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
-    for plain, again in zip(*gradients, strict=True):
-        torch.testing.assert_close(again, plain)
-
-
-def test_device_map(family, tmp_path):
-    pytest.importorskip("accelerate")
-    dense(family).save_pretrained(tmp_path)
-    whole = family[0].from_pretrained(tmp_path, device_map="cpu")
-    split = family[0].from_pretrained(
-        tmp_path,
-        device_map={"model.embed_tokens": "cpu", "model.layers": "cpu", "model": "cpu", "lm_head": "disk"},
-        offload_folder=tmp_path / "offloaded",
-    )
-    torch.testing.assert_close(logits(split), logits(whole))
 
 
 def test_copies_and_pickle(family):

@@ -17,10 +17,10 @@ from hf_twell.models.attention import WITHOUT_MASK, without_masks
 from hf_twell.models.loading import load_model
 from hf_twell.recipe import finetune
 from hf_twell.recipe.arguments import training_arguments
-from hf_twell.recipe.packing import PackedText, StreamedText, check_length
+from hf_twell.recipe.packing import PackedText, StreamedText
 from hf_twell.recipe.schema import load_recipe
 from hf_twell.recipe.trainer import PackedTrainer
-from hf_twell.recipe.variants import LoraOutsideFfns, train_ffns_alone
+from hf_twell.recipe.variants import LoraOutsideFfns
 from hf_twell.recipe.yaml12 import read_yaml
 from tests.conftest import TINY, logits, tiny_llama
 from tests.paths import DEMO, HELDOUT
@@ -128,14 +128,6 @@ def test_adapters_in_the_blocks_are_refused(targets):
     sparsify(model)
 
 
-def test_ffns_alone():
-    model = tiny_llama()
-    train_ffns_alone(model)
-    assert {name for name, p in model.named_parameters() if p.requires_grad} == {
-        name for name, _ in model.named_parameters() if ".mlp." in name
-    }
-
-
 def test_a_stream_gives_the_sequences_of_the_packed_text(recipe):
     pytest.importorskip("datasets")
 
@@ -225,12 +217,6 @@ def test_each_sequence_of_a_long_document_takes_the_same_time(tmp_path):
     following = [sequence["input_ids"].tolist() for sequence in itertools.islice(sequences, 1000)]
     assert time.monotonic() - begun < 2, "10 ms each and more where all that follows is copied for it"
     assert following == [list(range(start, start + 8)) for start in range(8, 8008, 8)]
-
-
-def test_sequences_as_long_as_the_model_reads():
-    check_length(tiny_llama(), 128)
-    with pytest.raises(ValueError, match="129 is more than the 128 positions"):
-        check_length(tiny_llama(), 129)
 
 
 def test_paths_of_a_recipe_start_from_its_folder_and_changes_do_not(recipe, monkeypatch):

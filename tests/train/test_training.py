@@ -381,30 +381,6 @@ def test_masks_that_cannot_be_read_are_refused():
         model(input_ids=batch["input_ids"][:2])
 
 
-def test_a_run_that_broke_off_leaves_nothing_in_the_next_ones_log(tmp_path):
-    """As `auto_find_batch_size` begins again after running out of memory."""
-
-    class BreaksOff(Trainer):
-        steps = 0
-
-        def training_step(self, *args, **kwargs):
-            self.steps += 1
-            if self.steps == 2:
-                raise RuntimeError("CUDA out of memory.")
-            return super().training_step(*args, **kwargs)
-
-    halves = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}
-    trainer = one_step.make_trainer(tmp_path, BreaksOff, **halves)
-    trainer.add_callback(SparsityCallback(trainer, 0.0))
-    with pytest.raises(RuntimeError) as error:  # whose traceback keeps the trainer's loop in memory
-        trainer.train()
-    assert not any(ffn.twell_state.l1 for ffn in sparse_ffns(trainer.model)), "the model is as if untouched"
-    trainer.train()
-    assert "out of memory" in str(error.value)
-    _, logs = one_step.trainer_gradient(accumulation=2, l1_weight=0.0)
-    assert trainer.state.log_history[0]["twell/l0"] == pytest.approx(logs["twell/l0"])
-
-
 class AtEvents(TrainerCallback):
     """Notes whether the term is on."""
 
