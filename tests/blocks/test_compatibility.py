@@ -311,15 +311,6 @@ def test_liger_without_swiglu():
 # Compilers and caches
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["reference", "auto"])
-def test_compile_fullgraph(backend):
-    model = sparsify(tiny_llama().eval(), backend=backend)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)
-    for length in (11, 5, 23):
-        torch.testing.assert_close(logits(compiled, length), logits(relu_llama(), length))
-
-
 # Older ones guard no hooks, whoever reads them, unless they are told to.
 GUARD_HOOKS = {"skip_nnmodule_hook_guards": False} if torch.__version__ < (2, 13) else {}
 

@@ -72,8 +72,7 @@ def test_saves_the_stock_form(family, tmp_path):
     model = twell.from_pretrained(tmp_path / "dense", backend="reference", layers=[0, -1])
     model.save_pretrained(tmp_path / "sparse")
     config = json.loads((tmp_path / "sparse" / "config.json").read_text())
-    assert config["architectures"] == [stock.__name__]
-    assert config["hidden_act"] == "relu"
+    assert (config["architectures"], config["hidden_act"]) == ([stock.__name__], "relu")
     assert config["twell"] == {"version": 1, "layers": [0, 2]}
     assert "auto_map" not in config
     again = tf.AutoModelForCausalLM.from_pretrained(tmp_path / "sparse")
@@ -115,8 +114,7 @@ def test_arguments_of_the_stock_class(family, tmp_path):
     model, info = family[0].from_pretrained(
         tmp_path, dtype=torch.bfloat16, attn_implementation="eager", attention_dropout=0.25, output_loading_info=True
     )
-    assert model.dtype == torch.bfloat16
-    assert model.config._attn_implementation == "eager"
+    assert (model.dtype, model.config._attn_implementation) == (torch.bfloat16, "eager")
     assert model.config.attention_dropout == 0.25
     assert not info["missing_keys"]
     assert str(model.config._name_or_path) == str(tmp_path)
@@ -241,8 +239,7 @@ def test_authors_biases(tmp_path):
 def test_authors_dtype_is_kept(tmp_path):
     truth = authors_model(tmp_path, dtype=torch.bfloat16)
     model = TwellLlamaForCausalLM.from_pretrained(tmp_path, backend="reference")
-    assert model.dtype == torch.bfloat16
-    assert model.config.hidden_act == "relu"
+    assert (model.dtype, model.config.hidden_act) == (torch.bfloat16, "relu")
     assert torch.equal(logits(model), truth)
 
 
