@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from hf_twell.cli import main
 from hf_twell.dispatch import limits
 from hf_twell.ops import api
+from tests.ffn_cases import DTYPES, ISAS
 from tests.paths import DEMO, HELDOUT, ROOT
 
 # Else DeepSpeed, where it is installed, warns on the stdout of whichever test imports it first.
@@ -102,9 +103,9 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-@pytest.fixture
+@pytest.fixture(params=ISAS)
 def isa(request, monkeypatch):
-    """The CPU kernels of one instruction set, by indirect parameter; a skip where this processor lacks it."""
+    """The CPU kernels of one instruction set; a skip where this processor lacks it."""
     monkeypatch.setenv("HF_TWELL_CPU_ISA", request.param)
     try:
         api.ffn(torch.zeros(1, 8), torch.zeros(4, 8), torch.zeros(8, 4), backend="cpu")
@@ -112,6 +113,11 @@ def isa(request, monkeypatch):
         if "cannot run here" not in str(error):
             raise
         pytest.skip(str(error))
+    return request.param
+
+
+@pytest.fixture(params=DTYPES)
+def dtype(request):
     return request.param
 
 
