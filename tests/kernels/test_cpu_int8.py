@@ -8,7 +8,13 @@ from torch import library
 
 from hf_twell.ops import api, build, reference
 from tests.ffn_cases import cpu_ffn
-from tests.quantized_cases import assert_as_good_as_eager, dense_in, quantize
+from tests.quantized_cases import (
+    assert_as_good_as_eager,
+    assert_scales_reach_their_own_sums,
+    dense_in,
+    quantize,
+    strided,
+)
 from tests.quantized_cases import quantized_case as int8_case
 
 pytestmark = [
@@ -77,24 +83,7 @@ def test_every_int8_value_is_itself(isa, tokens):
 @pytest.mark.parametrize("by_column", [True, False])
 def test_scales_of_zero_nan_and_infinity(isa, tokens, by_column):
     case = int8_case(tokens, 40, 172, 0.06, torch.bfloat16, by_column=by_column)
-    for name in ("up", "gate"):
-        case[f"s_{name}"][::3] = 0
-        case[f"w_{name}"][::3] = 0
-    case["s_down"][::5] = 0
-    assert_as_good_as_eager(cpu_ffn, case)
-    plain = cpu_ffn(**case)
-    for value in (float("nan"), float("inf")):
-        # A column of y follows its row of down_proj, and no other.
-        broken = case | {"s_down": case["s_down"].clone()}
-        broken["s_down"][7] = value
-        y = cpu_ffn(**broken)
-        assert not y[:, 7].isfinite().any()
-        kept = torch.arange(40) != 7
-        assert torch.equal(y[:, kept], plain[:, kept])
-    # A NaN gate counts as active, as relu keeps it.
-    broken = case | {"s_gate": case["s_gate"].clone()}
-    broken["s_gate"][5] = float("nan")
-    assert cpu_ffn(**broken).isnan().any(1).all()
+    assert_scales_reach_their_own_sums(cpu_ffn, case, lambda case: assert_as_good_as_eager(cpu_ffn, case))
 
 
 def plain_case(tokens, hidden, intermediate, dtype, *, x=None, bias=-1.0, seed=3):
@@ -230,14 +219,7 @@ def test_nan_inputs_stay_with_their_token(isa, dtype):
 
 def test_noncontiguous_x_scales_and_weights():
     case = int8_case(60, 40, 172, 0.05, torch.bfloat16, biases=True)
-    flat = cpu_ffn(**case)
-    x = case["x"].view(3, 4, 5, 40)
-    case["x"] = x.transpose(0, 2).contiguous().transpose(0, 2)
-    case["w_up"] = torch.stack([case["w_up"]] * 2, 1)[:, 0]
-    case["w_down"] = torch.cat([case["w_down"]] * 2, 1)[:, :172]
-    case["s_down"] = torch.stack([case["s_down"].flatten()] * 2, 1)[:, 0]
-    case["s_up"] = case["s_up"].flatten()
-    assert torch.equal(cpu_ffn(**case), flat.view(3, 4, 5, 40))
+    assert torch.equal(cpu_ffn(**strided(case)).flatten(0, 2), cpu_ffn(**case))
 
 
 def test_autocast_leaves_weights_and_scales_alone():
