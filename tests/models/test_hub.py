@@ -59,6 +59,17 @@ def run(hub, tmp_path_factory):
         yield run
 
 
+def trained(folder: Path, layers=None, *, term, **arguments) -> tf.Trainer:
+    """A trainer that has trained a tiny sparse model with these options of SparsityCallback, and written its card."""
+    args = tf.TrainingArguments(str(folder), **{"logging_steps": 1, "use_cpu": True, "report_to": [], **arguments})
+    rows = [{"input_ids": list(range(3, 15)), "labels": list(range(3, 15))}] * 24
+    trainer = tf.Trainer(hf_twell.sparsify(tiny_llama(), layers=layers), args, train_dataset=rows, eval_dataset=rows)
+    trainer.add_callback(hf_twell.SparsityCallback(trainer, **term))
+    trainer.train()
+    trainer.create_model_card(model_name="me/x")
+    return trainer
+
+
 def command(*arguments) -> str:
     return f"import sys; from hf_twell.cli import main; sys.exit(main({[str(a) for a in arguments]!r}))"
 
@@ -113,13 +124,8 @@ def test_push(hub, sparse, tmp_path):
     assert (config["architectures"], config["hidden_act"]) == (["LlamaForCausalLM"], "relu")
     text = published["README.md"].decode()
     assert metadata(text)["base_model"] == "their/demo"
-    for needed in (
-        "12.5 |",
-        'from_pretrained("me/demo-relu")',
-        "hf_twell.sparsify(model)",
-        "| arc_easy |",
-        "0.4210 ± 0.0123",
-    ):
+    loads = ('from_pretrained("me/demo-relu")', "hf_twell.sparsify(model)")
+    for needed in ("12.5 |", *loads, "| arc_easy |", "0.4210 ± 0.0123"):
         assert needed in text
 
 
@@ -222,12 +228,10 @@ def test_trainer_models_and_adapters(hub, tmp_path, run):
         assert "AutoPeftModel" in published["README.md"].decode()
         assert json.loads(published["adapter_config.json"])["base_sparsified_by_hf_twell"]["version"] == 1
         assert str(tmp_path) not in published["README.md"].decode()
-    code = 'import hf_twell; model = hf_twell.load_adapter("me/trained-lora", "dense")'
-    done = run(f"{code}; print(len(hf_twell.blocks.modeling.sparse_ffns(model)))", tmp_path)
-    assert (done.returncode, done.stdout) == (0, "3\n"), done.stderr
-    code = 'import hf_twell; model = hf_twell.load_adapter("me/lora")'  # as its card says, with the base that it names
-    done = run(f"{code}; print(len(hf_twell.blocks.modeling.sparse_ffns(model)))", tmp_path)
-    assert (done.returncode, done.stdout) == (0, "3\n"), done.stderr
+    for names in ('"me/trained-lora", "dense"', '"me/lora"'):  # the latter as its card says, with the base it names
+        code = f"import hf_twell; model = hf_twell.load_adapter({names})"
+        done = run(f"{code}; print(len(hf_twell.blocks.modeling.sparse_ffns(model)))", tmp_path)
+        assert (done.returncode, done.stdout) == (0, "3\n"), done.stderr
 
 
 @pytest.mark.slow
@@ -313,9 +317,8 @@ def test_an_upload_that_breaks_off(hub, sparse, tmp_path, run):
     hub.fail = ("POST", "/commit/", 507)
     done = run(command("push", sparse, "me/broken"), tmp_path)
     assert done.returncode == 1
-    lines = [line for line in done.stderr.splitlines() if line.startswith("hf-twell: error")]
-    assert len(lines) == 1
-    assert "do the same again" in lines[0]
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("hf-twell: error")]
+    assert "do the same again" in line
     assert "Traceback" not in done.stderr
     assert hub.token not in done.stdout + done.stderr
     assert contents(sparse) == before
@@ -389,10 +392,8 @@ def test_models_of_other_tasks_are_checked_and_loaded_as_what_they_are(cls, hub,
     text = folder_card(tmp_path / "model", "me/x")
     assert "AutoModelForCausalLM" not in text
     assert "pipeline_tag" not in metadata(text)
-    code = re.search(r"```python\n(.*?)tokenizer =", text, re.DOTALL)[1].replace(
-        '"me/x"', repr(str(tmp_path / "model"))
-    )
-    exec(code, names := {})
+    code = re.search(r"```python\n(.*?)tokenizer =", text, re.DOTALL)[1]
+    exec(code.replace('"me/x"', repr(str(tmp_path / "model"))), names := {})
     assert type(names["model"]) is cls
     twin = tiny_model(cls, "relu")
     twin.load_state_dict(names["model"].state_dict())
@@ -407,12 +408,8 @@ def test_models_of_other_tasks_are_checked_and_loaded_as_what_they_are(cls, hub,
 
 
 def test_what_was_not_measured_is_absent():
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "num_hidden_layers": 4,
-        "hidden_size": 64,
-        "intermediate_size": 1000,
-    }
+    config = {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 1000}
+    config["architectures"] = ["LlamaForCausalLM"]
     bare = cards.model_card("me/x", config)
     for absent in ("## Sparsity", "## Evaluation", "base model", "L1 term", "base_model", "None", "$"):
         assert absent not in bare
@@ -440,9 +437,8 @@ def test_what_was_not_measured_is_absent():
     assert "| quantized weights | bitsandbytes |" in text
     assert "it needs what reads bitsandbytes, and no remote code:" in text
     method = {"l1_weight": 2e-4, "step": 1000, "warmup_steps": 50, "warmup": "sine"}
-    assert "| coefficient of the L1 term | 0.0002 after a sine warm-up over 50 steps |" in cards.model_card(
-        "me/x", config, method=method
-    )
+    text = cards.model_card("me/x", config, method=method)
+    assert "| coefficient of the L1 term | 0.0002 after a sine warm-up over 50 steps |" in text
 
 
 def test_names_in_a_card_are_the_hubs_and_break_no_table(tmp_path, monkeypatch):
@@ -461,9 +457,8 @@ def test_names_in_a_card_are_the_hubs_and_break_no_table(tmp_path, monkeypatch):
 def test_the_card_tells_unions_beside_the_density():
     config = tf.LlamaConfig(num_hidden_layers=2, hidden_act="relu").to_dict()
     sparsity = figures_of_sparsity(2) | {"unions": {"16": 0.05, "64": 0.101, "128": None}}
-    assert "union" not in cards.model_card("me/model", config, sparsity=sparsity).partition("## Sparsity")[2], (
-        "of no layer"
-    )
+    of_no_layer = cards.model_card("me/model", config, sparsity=sparsity)
+    assert "union" not in of_no_layer.partition("## Sparsity")[2]
     for index, row in enumerate(sparsity["layers"]):
         row["unions"] = {"16": 0.04, "64": 0.1 + index / 100, "128": None}
     card = cards.model_card("me/model", config, sparsity=sparsity)
@@ -484,24 +479,18 @@ def test_the_card_warns_of_engines_that_assume_silu():
         assert re.search(rf"^\| {engine}\b.*in silence", serving, re.MULTILINE), "the page says the same"
 
 
+UNION = {"target_union": 0.3, "term": "count", "share": 4}
+
+
 @pytest.mark.parametrize(
     ("options", "clause", "aim"),
     [
         ({"target_density": 0.02}, "l1", "| density aimed at | 2.00 %"),
-        (
-            {"target_union": 0.3, "term": "count", "share": 4},
-            "count",
-            "| active in any of 4 tokens, aimed at | 30.00 %",
-        ),
+        (UNION, "count", "| active in any of 4 tokens, aimed at | 30.00 %"),
     ],
 )
 def test_the_card_of_a_run_to_a_target_says_so(options, clause, aim, tmp_path):
-    args = tf.TrainingArguments(str(tmp_path), max_steps=2, save_steps=2, use_cpu=True, report_to=[])
-    rows = [{"input_ids": list(range(3, 15)), "labels": list(range(3, 15))}] * 8
-    trainer = tf.Trainer(hf_twell.sparsify(tiny_llama()), args, train_dataset=rows)
-    trainer.add_callback(hf_twell.SparsityCallback(trainer, **options))
-    trainer.train()
-    trainer.create_model_card(model_name="me/x")
+    trained(tmp_path, term=options, max_steps=2, save_steps=2)
     for text in ((tmp_path / "README.md").read_text(), folder_card(tmp_path / "checkpoint-2", "me/x")):
         assert cards.CLAUSES[clause] in text
         assert f"{aim} after a linear warm-up over 0.1 of the steps |" in text
@@ -510,31 +499,18 @@ def test_the_card_of_a_run_to_a_target_says_so(options, clause, aim, tmp_path):
 
 @pytest.mark.parametrize(("layers", "log_layers"), [(None, True), ([0], True), (None, False)])
 def test_a_card_tells_what_training_logged_of_every_layer_or_nothing(tmp_path, layers, log_layers):
-    args = tf.TrainingArguments(
-        str(tmp_path), max_steps=2, logging_steps=1, save_strategy="no", use_cpu=True, report_to=[]
-    )
-    rows = [{"input_ids": list(range(3, 15)), "labels": list(range(3, 15))}] * 8
-    trainer = tf.Trainer(hf_twell.sparsify(tiny_llama(), layers=layers), args, train_dataset=rows)
-    trainer.add_callback(hf_twell.SparsityCallback(trainer, l1_weight=1.0, log_layers=log_layers))
-    trainer.train()
-    trainer.create_model_card(model_name="me/x")
+    trained(tmp_path, layers, term={"l1_weight": 1.0, "log_layers": log_layers}, max_steps=2, save_strategy="no")
     text = (tmp_path / "README.md").read_text()
     assert ("(step 2)" in text) == ("## Sparsity" in text) == (layers is None and log_layers)
     assert ("| kernels and L1 term on layers | 0 |" in text) == (layers is not None)
 
 
 def test_the_card_of_the_best_checkpoint_tells_its_own_steps(tmp_path):
-    args = tf.TrainingArguments(
-        str(tmp_path), max_steps=3, logging_steps=1, save_steps=1, eval_strategy="steps", eval_steps=1, use_cpu=True,
-        load_best_model_at_end=True, metric_for_best_model="eval_loss", learning_rate=1.0, report_to=[],
-    )  # fmt: skip
-    rows = [{"input_ids": list(range(3, 15)), "labels": list(range(3, 15))}] * 24
-    trainer = tf.Trainer(hf_twell.sparsify(tiny_llama()), args, train_dataset=rows, eval_dataset=rows)
-    trainer.add_callback(hf_twell.SparsityCallback(trainer, l1_weight=0))
-    trainer.train()
+    best_at_end = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "learning_rate": 1.0}
+    evaluated = {"max_steps": 3, "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1, **best_at_end}
+    trainer = trained(tmp_path, term={"l1_weight": 0}, **evaluated)
     best = trainer.state.best_global_step
     assert best < trainer.state.global_step, "a learning rate of 1 makes it worse"
-    trainer.create_model_card(model_name="me/x")
     text = (tmp_path / "README.md").read_text()
     assert f"(step {best})" in text
     assert f"| optimizer steps | {best} |" in text
@@ -551,9 +527,8 @@ def test_the_card_of_an_adapter_has_no_figures(tmp_path, figures):
 
 @pytest.mark.parametrize("told", ["before the callback", "after it", "never"])
 def test_a_card_that_was_asked_for_outlasts_the_callback(tmp_path, told):
-    trainer = tf.Trainer(
-        hf_twell.sparsify(tiny_llama()), tf.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
-    )
+    args = tf.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    trainer = tf.Trainer(hf_twell.sparsify(tiny_llama()), args)
 
     def written_card():
         trainer.create_model_card(model_name="me/x")
