@@ -1,6 +1,7 @@
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -35,6 +36,14 @@ def finished(*command, **options) -> subprocess.CompletedProcess:
     """A command that has run in a process of its own, by this checkout; with other options of `subprocess.run`."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)} | options.pop("env", {})
     return subprocess.run([*map(str, command)], capture_output=True, text=True, env=environment, **options)
+
+
+def started(*arguments, **options) -> subprocess.Popen:
+    """`hf-twell` in a process of its own, by this checkout, which Ctrl-C reaches; with other options of `Popen`."""
+    options["env"] = {**os.environ, "PYTHONPATH": str(ROOT)} | options.get("env", {})
+    # A shell that runs the tests in the background has them ignore the signal, and children inherit that.
+    options["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
+    return subprocess.Popen([*COMMAND, *map(str, arguments)], **options)
 
 
 def in_two_processes(*module) -> None:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 import hf_twell
 from hf_twell.bench.compressed import quantize_folder
-from tests.paths import ROOT
+from tests.paths import MODEL
 
 PYTHON = Path(f"{sys.prefix}-vllm") / "bin" / "python"
 if not PYTHON.exists() and importlib.util.find_spec("vllm"):
@@ -71,9 +71,8 @@ def save(model, folder, density=0.03, **entry) -> str:
 
 def save_demo(folder) -> str:
     """The demo model with ReLU in place of SiLU, and its tokenizer."""
-    demo = ROOT / "recipes" / "demo" / "model"
-    path = save(tf.AutoModelForCausalLM.from_pretrained(demo, dtype="float32"), folder)
-    tf.AutoTokenizer.from_pretrained(demo).save_pretrained(path)
+    path = save(tf.AutoModelForCausalLM.from_pretrained(MODEL, dtype="float32"), folder)
+    tf.AutoTokenizer.from_pretrained(MODEL).save_pretrained(path)
     return path
 
 

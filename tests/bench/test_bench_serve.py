@@ -4,7 +4,6 @@ import argparse
 import importlib.util
 import json
 import lzma
-import os
 import signal
 import subprocess
 import threading
@@ -23,11 +22,10 @@ from hf_twell.cli import bench, main
 from hf_twell.cli.bench_serve import command, prompts_of
 from hf_twell.cli.bench_table import CELLS
 from hf_twell.files.packages import how_to_install
-from tests.conftest import COMMAND
-from tests.paths import ROOT
+from tests.conftest import COMMAND, finished, started
+from tests.paths import DEMO, ROOT
 from tests.vllm_engines import PYTHON, TIMEOUT_S, environment, needs_vllm
 
-DEMO = ROOT / "recipes" / "demo"
 SMALL = ["--prompt-tokens", "12", "--new-tokens", "6", "--prefill-tokens", "40", "--repeats", "2"]
 
 
@@ -304,14 +302,8 @@ def test_a_server_that_dies_while_it_answers_is_told(sparse, tmp_path):
 def test_ctrl_c_stops_the_server_and_shows_what_was_measured(sparse, tmp_path):
     pytest.importorskip("fastapi")
     options = [*SMALL, "--engine", "transformers", "--device", "cpu", "--concurrency", "1", "--repeats", "60"]
-    process = subprocess.Popen(
-        [*COMMAND, "bench", "serve", str(sparse), *options, "--output", str(tmp_path), "--json"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+    arguments = ("bench", "serve", sparse, *options, "--output", tmp_path, "--json")
+    process = started(*arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     rows, children = tmp_path / "bench.jsonl", Path(f"/proc/{process.pid}/task/{process.pid}/children")
     try:
         while not (rows.exists() and rows.read_text().count("\n")):
@@ -336,13 +328,8 @@ def test_ctrl_c_stops_the_server_and_shows_what_was_measured(sparse, tmp_path):
 def test_vllm_serves_both_sides(sparse, tmp_path):
     options = [*SMALL, "--engine", "vllm", "--concurrency", "1", "2", "--dtype", "float32", "--json"]
     options += ["--", "--max-model-len", "64", "--enforce-eager"]
-    done = subprocess.run(
-        [str(PYTHON), "-m", "hf_twell", "bench", "serve", str(sparse), *options],
-        env=environment(tmp_path, PYTHONPATH=str(ROOT)),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    env = environment(tmp_path, PYTHONPATH=str(ROOT))
+    done = finished(PYTHON, "-m", "hf_twell", "bench", "serve", sparse, *options, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = json.loads(done.stdout)["rows"]
     assert [(row["side"], row["kernels"]) for row in rows] == [("dense", False)] * 3 + [("sparse", True)] * 3

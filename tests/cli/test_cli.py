@@ -33,7 +33,7 @@ from hf_twell.files.folders import training_record
 from hf_twell.files.packages import how_to_install
 from hf_twell.recipe.packing import PackedText
 from hf_twell.recipe.runs import check_run
-from tests.conftest import COMMAND, finished, needs_lm_eval, one_of, write_recipe
+from tests.conftest import COMMAND, finished, needs_lm_eval, one_of, started, write_recipe
 from tests.paths import DEMO, HELDOUT, ROOT
 
 ROWS = str(ROOT / "kernels" / "twell_cpu" / "bench" / "epyc-2026-11-21" / "bench.jsonl")
@@ -610,23 +610,20 @@ def test_settings_may_follow_an_option_and_nothing_else_may(recipe, capsys, run_
         assert f"unrecognized arguments: {told}" in capsys.readouterr().err
 
 
-def wait_for_steps(training: subprocess.Popen) -> None:
-    deadline = time.monotonic() + 120
-    seen = b""
+def in_training(recipe) -> subprocess.Popen:
+    """A training without an end, which has made steps."""
+    endless = ("training.max_steps=100000", "training.save_strategy='no'")
+    training = started("train", recipe, *endless, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    deadline, seen = time.monotonic() + 120, b""
     while b"L0=" not in seen and time.monotonic() < deadline:
         seen += training.stderr.read1()
+    return training
 
 
 @pytest.mark.slow
 def test_a_folder_takes_one_training_at_a_time(recipe, error_line):
-    first = subprocess.Popen(
-        [*COMMAND, "train", str(recipe), "training.max_steps=100000", "training.save_strategy='no'"],
-        stderr=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
+    first = in_training(recipe)
     try:
-        wait_for_steps(first)
         for options in ([], ["--overwrite"], ["--resume"]):
             assert "another run is training into" in error_line("train", recipe, *options)
     finally:
@@ -744,23 +741,13 @@ def test_resuming_a_mistyped_folder_does_not_make_it(recipe, error_line):
 
 @pytest.mark.slow
 def test_ctrl_c_leaves_nothing_behind(recipe):
-    output = recipe.parent / "out"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(
-        [*COMMAND, "train", str(recipe), "training.max_steps=100000", "training.save_strategy='no'"],
-        stderr=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        env=environment,
-        # A shell that runs the tests in the background has them ignore the signal, and children inherit that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    wait_for_steps(process)
+    process = in_training(recipe)
     process.send_signal(signal.SIGINT)
     _, rest = process.communicate(timeout=60)
     assert process.returncode == 130
     assert b"interrupted" in rest
     assert b"Traceback" not in rest
-    assert not (output / "final").exists()
+    assert not (recipe.parent / "out" / "final").exists()
 
 
 @pytest.mark.slow

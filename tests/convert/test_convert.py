@@ -5,7 +5,6 @@ import gc
 import io
 import json
 import pickle
-import subprocess
 import sys
 import weakref
 from pathlib import Path
@@ -20,7 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from hf_twell import L1Penalty, measure_sparsity, sparsify, unpatch
 from hf_twell.blocks.modeling import SparseFfn, sparse_ffns
-from tests.conftest import ids, logits, tiny_llama
+from tests.conftest import finished, ids, logits, tiny_llama
 
 pytestmark = pytest.mark.numeric
 
@@ -341,7 +340,7 @@ def test_saved_model_is_a_stock_one(stories_model, tmp_path):
         torch.save((ids(), logits(model)), f"{folder}/expected.pt")
         config = json.loads(Path(folder, "config.json").read_text())
         assert (config["architectures"], config["hidden_act"]) == (["LlamaForCausalLM"], "relu")
-    done = subprocess.run([sys.executable, "-c", PLAIN_TRANSFORMERS, *folders], capture_output=True, text=True)
+    done = finished(sys.executable, "-c", PLAIN_TRANSFORMERS, *folders)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.splitlines() == [
         "LlamaForCausalLM torch.float32 relu {'layers': None, 'version': 1}",

@@ -14,9 +14,6 @@ from hf_twell.dispatch.choose import choices_by_tokens
 from hf_twell.dispatch.key import HOPPER, CallKey
 from hf_twell.models.adapters import RECORD, save_adapter
 from tests.conftest import ids, logits, tiny_llama
-from tests.paths import ROOT
-
-DEMO = ROOT / "recipes" / "demo" / "model"
 
 
 def measured(model) -> list[float]:

@@ -25,7 +25,8 @@ from hf_twell.models.hub import folder_card
 from hf_twell.models.loading import load_causal_lm
 from hf_twell.models.quantizing import quantize
 from tests.blocks.test_causal_lms import model_of
-from tests.paths import ROOT
+from tests.conftest import finished
+from tests.paths import MODEL
 
 TEXT = {
     "vocab_size": 96,
@@ -306,7 +307,7 @@ def test_of_a_model_that_sees_the_text_model_is_taken(form, tmp_path, caplog):
 
 @pytest.mark.slow
 def test_the_commands_take_the_text_model_of_one_that_sees(tmp_path, run_json):
-    tokenizer = tf.AutoTokenizer.from_pretrained(ROOT / "recipes" / "demo" / "model")
+    tokenizer = tf.AutoTokenizer.from_pretrained(MODEL)
     text, path = tmp_path / "text.txt", str(tmp_path / "sees")
     text.write_text("in 1912 a letter of the alphabet was read aloud. " * 40)
     model = dense("qwen3_5")
@@ -336,7 +337,7 @@ def test_the_commands_take_the_text_model_of_one_that_sees(tmp_path, run_json):
 
 
 def test_the_command_and_the_card(tmp_path, capsys):
-    tokenizer = tf.AutoTokenizer.from_pretrained(ROOT / "recipes" / "demo" / "model")
+    tokenizer = tf.AutoTokenizer.from_pretrained(MODEL)
     dense(vocab_size=len(tokenizer)).save_pretrained(tmp_path / "dense")
     tokenizer.save_pretrained(tmp_path / "dense")
     assert main(["sparsify", str(tmp_path / "dense"), str(tmp_path / "sparse")]) == 0
@@ -440,9 +441,7 @@ def test_models_that_see_are_loaded_by_plain_transformers(name, tmp_path, monkey
     model.save_pretrained(tmp_path / "model")
     torch.save(ids(), tmp_path / "ids.pt")
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
-    done = subprocess.run(
-        [sys.executable, "-c", PLAIN_SEEING], cwd=tmp_path, capture_output=True, text=True, stdin=subprocess.DEVNULL
-    )
+    done = finished(sys.executable, "-c", PLAIN_SEEING, cwd=tmp_path, stdin=subprocess.DEVNULL)
     assert done.returncode == 0, done.stderr
     for logits in torch.load(tmp_path / "plain.pt"):
         assert torch.equal(logits, outputs(model))
@@ -453,7 +452,7 @@ def test_models_that_see_are_loaded_by_plain_transformers(name, tmp_path, monkey
 def test_trained_saved_and_loaded_in_new_processes(tmp_path, monkeypatch):
     """By this package, and by plain Transformers with remote code; without it, by an error that names the way."""
     model = sparsify(dense(), backend="reference")
-    tf.AutoTokenizer.from_pretrained(ROOT / "recipes" / "demo" / "model").save_pretrained(tmp_path / "model")
+    tf.AutoTokenizer.from_pretrained(MODEL).save_pretrained(tmp_path / "model")
     args = TrainingArguments(
         str(tmp_path / "out"), max_steps=20, learning_rate=1e-3, use_cpu=True, report_to=[], save_strategy="no"
     )
@@ -466,12 +465,10 @@ def test_trained_saved_and_loaded_in_new_processes(tmp_path, monkeypatch):
     assert not torch.equal(truth, outputs(by_hand(dense())))
 
     def run(code: str, *arguments: str) -> None:
-        command = [sys.executable, "-c", code, *arguments]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        done = finished(sys.executable, "-c", code, *arguments, cwd=tmp_path, stdin=subprocess.DEVNULL)
         assert done.returncode == 0, done.stderr
 
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     run(PLAIN)
     for logits in torch.load(tmp_path / "plain.pt"):
         assert torch.equal(logits, truth)

@@ -5,10 +5,8 @@ import copy
 import json
 import lzma
 import math
-import os
 import random
 import re
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -30,19 +28,12 @@ from hf_twell.files.text import read_documents
 from hf_twell.inspection.passages import read_pieces
 from hf_twell.measure import perplexity
 from hf_twell.measure.inference import model_context
-from tests.conftest import needs_lm_eval
+from tests.conftest import finished, needs_lm_eval
 from tests.paths import ROOT
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 DATA = ROOT.parent / "shared" / "data"
-OFFLINE = {
-    **os.environ,
-    "HF_HUB_OFFLINE": "1",
-    "HF_DATASETS_OFFLINE": "1",
-    "PYTHONPATH": str(ROOT),
-    "OMP_NUM_THREADS": "1",
-}
 
 ARC_ROWS = [
     ("Which is a star?", ["the Sun", "the Moon", "a lamp", "Mars"], "A"),
@@ -258,9 +249,8 @@ def test_refusals_name_what_is_wrong(model, tokenizer, data_dir, tmp_path, monke
 @needs_lm_eval
 def test_missing_files_and_models_are_named(model, tokenizer, data_dir, tmp_path):
     (data_dir / "ARC-Easy-Test.jsonl").unlink()
-    with pytest.raises(
-        FileNotFoundError, match=r"arc_easy needs ARC-Easy-Test.jsonl or ARC-Easy-Test.jsonl.xz in .*data"
-    ):
+    needed = r"arc_easy needs ARC-Easy-Test.jsonl or ARC-Easy-Test.jsonl.xz in .*data"
+    with pytest.raises(FileNotFoundError, match=needed):
         harness.evaluate(model, tokenizer, data_dir=data_dir)
     with pytest.raises(OSError, match=r"cannot load a model from .*absent"):
         harness.evaluate(tmp_path / "absent", tasks=["hellaswag"], data_dir=data_dir)
@@ -405,10 +395,9 @@ def test_models_and_tokenizers_that_do_not_fit(model, tokenizer, data_dir):
     with pytest.raises(ValueError, match="LlamaModel predicts no tokens; load the model by AutoModelForCausalLM"):
         harness.evaluate(model.model, tokenizer, ["arc_easy"], data_dir=data_dir)
     accelerate = pytest.importorskip("accelerate")
+    offloaded = accelerate.cpu_offload(model, execution_device="cpu")
     with pytest.raises(ValueError, match="whose embeddings are offloaded"):
-        harness.evaluate(
-            accelerate.cpu_offload(model, execution_device="cpu"), tokenizer, ["arc_easy"], data_dir=data_dir
-        )
+        harness.evaluate(offloaded, tokenizer, ["arc_easy"], data_dir=data_dir)
 
 
 @needs_lm_eval
@@ -494,9 +483,8 @@ def test_text_loss_of_special_models(model, tokenizer):
 
 def test_documents_are_split_at_lines_of_end_of_text(tmp_path):
     path = tmp_path / "text.txt.xz"
-    path.write_bytes(
-        lzma.compress(b"one\n\ntwo <|endoftext|> still\n<|endoftext|>\n\n<|endoftext|>\r\nthree\n<|endoftext|>")
-    )
+    text = b"one\n\ntwo <|endoftext|> still\n<|endoftext|>\n\n<|endoftext|>\r\nthree\n<|endoftext|>"
+    path.write_bytes(lzma.compress(text))
     assert read_documents(path) == ["one\n\ntwo <|endoftext|> still", "three"]
 
 
@@ -566,8 +554,7 @@ def test_command_line_offline_without_any_cache(model, tokenizer, data_dir, tmp_
     (tmp_path / "no-folder").write_text("")  # no cache can be made below a file
     command = [sys.executable, "-c", CLI, "model", "--tasks", "arc_easy,hellaswag", "--data-dir", "data"]
     command += ["--text", "text.txt", "--batch-size", "3", "--device", "cpu", "--json", "--output", "scores.json"]
-    env = OFFLINE | {"HF_HOME": str(tmp_path / "no-folder" / "hf")}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    done = finished(*command, cwd=tmp_path, env={"HF_HOME": str(tmp_path / "no-folder" / "hf")})
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert json.loads((tmp_path / "scores.json").read_text()) == result
@@ -648,9 +635,8 @@ def test_tasks_of_your_own_by_lm_eval_itself(model, tokenizer, tmp_path):
     for name in ("own_multiple_choice", "own_loglikelihood_rolling"):
         figures = [torch.tensor([[float(x) for x in numpy.ravel(r)] for r in rows[name]]) for rows in (ours, theirs)]
         torch.testing.assert_close(*figures)
-    with pytest.raises(
-        ValueError, match=r"no task '.*own.yaml'.*; for a YAML of your own, call lm_eval.simple_evaluate"
-    ):
+    says = r"no task '.*own.yaml'.*; for a YAML of your own, call lm_eval.simple_evaluate"
+    with pytest.raises(ValueError, match=says):
         hf_twell.evaluate(model, tokenizer, tasks=[str(tmp_path / "own.yaml")])
 
 
@@ -699,8 +685,7 @@ def test_scores_equal_the_lm_eval_command(tmp_path, capsys, run_json):
     command += ["--model_args", f"pretrained={model},dtype=float32", "--device", "cpu"]
     command += ["--tasks", "arc_easy_local,hellaswag_local", "--batch_size", "16"]
     command += ["--log_samples", "--output_path", str(tmp_path / "out")]
-    env = OFFLINE | {"HF_HOME": str(tmp_path / "hf")}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    done = finished(*command, cwd=tmp_path, env={"HF_HOME": str(tmp_path / "hf")})
     assert done.returncode == 0, done.stderr
     (results,) = (tmp_path / "out").rglob("results_*.json")
     theirs = json.loads(results.read_text())["results"]

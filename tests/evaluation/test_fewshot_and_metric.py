@@ -30,11 +30,10 @@ from tests.evaluation.test_evaluation import (
     log_likelihood,
     write_rows,
 )
-from tests.paths import ROOT
+from tests.paths import MODEL
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-DEMO = ROOT / "recipes" / "demo" / "model"
 POOL = [
     ("Which one is cold?", ["ice", "fire"], "A"),
     ("Which one is wet?", ["sand", "the sea"], "B"),
@@ -44,7 +43,7 @@ POOL = [
 
 @pytest.fixture(scope="module")
 def demo():
-    return sparsify(AutoModelForCausalLM.from_pretrained(DEMO, dtype="float32")), AutoTokenizer.from_pretrained(DEMO)
+    return sparsify(AutoModelForCausalLM.from_pretrained(MODEL, dtype="float32")), AutoTokenizer.from_pretrained(MODEL)
 
 
 @pytest.fixture
@@ -186,7 +185,7 @@ def test_metric_by_hand(metric):
 @pytest.mark.slow
 @needs_lm_eval
 def test_flips(tmp_path, capsys, error_line, run_json):
-    assert main(["sparsify", str(DEMO), str(tmp_path / "model")]) == 0
+    assert main(["sparsify", str(MODEL), str(tmp_path / "model")]) == 0
     capsys.readouterr()
     options = ["--tasks", "arc_easy", "--data-dir", str(shared_path("data/eval")), "--limit", "24", "--device", "cpu"]
     for dtype in ("float32", "bfloat16"):
@@ -196,7 +195,7 @@ def test_flips(tmp_path, capsys, error_line, run_json):
             assert (flips["kernels_vs_dense"], flips["dense_vs_dense"]) == (0, 0)
         else:
             assert flips["kernels_vs_dense"] <= flips["dense_vs_dense"] + 3
-    assert "--flips" in error_line("eval", DEMO, *options, "--flips")
+    assert "--flips" in error_line("eval", MODEL, *options, "--flips")
 
 
 def test_flips_are_counted():
@@ -229,7 +228,7 @@ def test_the_dense_path_is_run_at_another_batch_size(demo, data_dir, batch_size,
 @needs_lm_eval
 def test_flips_are_of_the_rows_and_examples_that_are_scored(data_dir):
     """The command passes on what it was given: here, what is refused."""
-    given = {"model": DEMO, "dtype": "auto", "device": "cpu", "data_dir": data_dir, "limit": 2, "batch_size": 2}
+    given = {"model": MODEL, "dtype": "auto", "device": "cpu", "data_dir": data_dir, "limit": 2, "batch_size": 2}
     given |= {"chat_template": False, "backend": "reference"}
     for own, says in (
         ({"num_fewshot": 4, "split": None}, "num_fewshot=4: arc_easy has 3 rows"),

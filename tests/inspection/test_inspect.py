@@ -25,7 +25,7 @@ from hf_twell.inspection.passages import read_pieces, windows
 from hf_twell.inspection.places import LISTED_COUNT, readable
 from hf_twell.inspection.report.findings import savings_sentence
 from hf_twell.inspection.savings import IF_DENSITIES, ffn_savings, predicted_share
-from tests.conftest import COMMAND, one_of, shared_path
+from tests.conftest import one_of, shared_path, started
 from tests.paths import DEMO, HELDOUT, ROOT
 
 
@@ -427,14 +427,8 @@ def test_ctrl_c_writes_what_was_seen(relu_folder, tmp_path):
     long = tmp_path / "long.txt"
     long.write_text(HELDOUT.read_text() * 40)
     figures, page = tmp_path / "figures.json", tmp_path / "page.html"
-    process = subprocess.Popen(
-        [*COMMAND, "inspect", str(relu_folder), "--text", str(long), "--output", str(figures), "--html", str(page)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        # A shell that runs the tests in the background has them ignore the signal, and children inherit that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+    files = ("--text", long, "--output", figures, "--html", page)
+    process = started("inspect", relu_folder, *files, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     deadline, seen = time.monotonic() + 120, b""
     while b"tokens" not in seen and time.monotonic() < deadline:
         seen += process.stderr.read1()

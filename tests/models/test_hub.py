@@ -25,9 +25,7 @@ from hf_twell.models.hub import folder_card
 from tests.conftest import TINY, ids, logits, tiny_llama
 from tests.forks import forks
 from tests.hub_server import HubServer
-from tests.paths import ROOT
-
-DEMO = ROOT / "recipes" / "demo" / "model"
+from tests.paths import MODEL, ROOT
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +44,8 @@ def no_failure(hub):
 def sparse(tmp_path_factory) -> Path:
     """The demo model, sparse, on disk."""
     folder = tmp_path_factory.mktemp("hub") / "demo-relu"
-    model = hf_twell.sparsify(tf.AutoModelForCausalLM.from_pretrained(DEMO))
-    save_model(model, folder, tf.AutoTokenizer.from_pretrained(DEMO))
+    model = hf_twell.sparsify(tf.AutoModelForCausalLM.from_pretrained(MODEL))
+    save_model(model, folder, tf.AutoTokenizer.from_pretrained(MODEL))
     return folder
 
 
@@ -186,7 +184,7 @@ hf_twell.sparsify(stock).push_to_hub("me/unpatched")
 
 @pytest.mark.slow
 def test_trainer_models_and_adapters(hub, tmp_path, run):
-    done = run(PUSH_ALL.format(root=str(ROOT), demo=str(DEMO)), tmp_path)
+    done = run(PUSH_ALL.format(root=str(ROOT), demo=str(MODEL)), tmp_path)
     assert done.returncode == 0, done.stderr
     assert hub.token not in done.stdout + done.stderr
     truth = logits(hf_twell.sparsify(tiny_llama().eval(), backend="reference"))
@@ -262,7 +260,7 @@ def test_a_checkpoint_leaves_its_training_behind(hub, sparse, tmp_path, run):
 @pytest.mark.slow
 def test_every_chat_template_is_published(hub, tmp_path, run):
     """Transformers writes all but the first into a folder of their own."""
-    tokenizer = tf.AutoTokenizer.from_pretrained(DEMO)
+    tokenizer = tf.AutoTokenizer.from_pretrained(MODEL)
     tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
     save_model(hf_twell.sparsify(tiny_llama()), tmp_path / "sparse", tokenizer)
     done = run(command("push", tmp_path / "sparse", "me/tools"), tmp_path)
@@ -473,7 +471,7 @@ def test_the_card_warns_of_engines_that_assume_silu():
     assert "need ReLU" in warning
     assert "wrong outputs without an error" in warning
     silent = ("llama.cpp", "Ollama", "MLX LM", "CTranslate2", "ExLlamaV2", "TensorRT-LLM")
-    serving = (DEMO.parents[2] / "docs" / "serving.md").read_text()
+    serving = (MODEL.parents[2] / "docs" / "serving.md").read_text()
     for engine in silent:
         assert engine in warning
         assert re.search(rf"^\| {engine}\b.*in silence", serving, re.MULTILINE), "the page says the same"
@@ -565,7 +563,7 @@ def test_figures_of_another_model_are_refused(sparse, tmp_path, error_line):
 
 def test_real_figures(sparse, tmp_path, capsys):
     """From `hf-twell inspect` and `hf-twell eval` themselves, into the card."""
-    (tmp_path / "notes.txt").write_text((DEMO.parent / "text" / "heldout.txt").read_text()[:4000])
+    (tmp_path / "notes.txt").write_text((MODEL.parent / "text" / "heldout.txt").read_text()[:4000])
     text = ["--text", str(tmp_path / "notes.txt"), "--device", "cpu"]
     assert main(["inspect", str(sparse), *text, "--output", str(tmp_path / "sparsity.json")]) == 0
     assert main(["eval", str(sparse), *text, "--output", str(tmp_path / "scores.json")]) == 0
@@ -595,14 +593,14 @@ def test_folders_that_are_refused(sparse, tmp_path, error_line):
     (torn / "model.safetensors").write_bytes((sparse / "model.safetensors").read_bytes()[:1000])
     (bare / "model.safetensors").unlink()
     for folder, says in (
-        (DEMO, "is no sparse model"),
+        (MODEL, "is no sparse model"),
         (tmp_path / "absent", "is no model folder"),
         (torn, "no whole safetensors file"),
         (bare, "holds no model.safetensors"),
     ):
         assert says in error_line("push", folder, "me/x", "--dry-run")
     assert "not a name" in error_line("push", sparse, "not a name", "--json")
-    for model in (tiny_llama(), tf.AutoTokenizer.from_pretrained(DEMO)):
+    for model in (tiny_llama(), tf.AutoTokenizer.from_pretrained(MODEL)):
         with pytest.raises(ValueError, match="has no sparse blocks"):
             hf_twell.push_to_hub(model, "me/x")
 
@@ -615,4 +613,4 @@ def test_a_model_is_checked_before_anything_is_sent():
         hf_twell.push_to_hub(model, "mine")
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["up_proj"]))
     with pytest.raises(ValueError, match="is no name on the Hub"):
-        hf_twell.push_to_hub(adapted, "me/mine", tf.AutoTokenizer.from_pretrained(DEMO))
+        hf_twell.push_to_hub(adapted, "me/mine", tf.AutoTokenizer.from_pretrained(MODEL))

@@ -18,9 +18,8 @@ from hf_twell.models.loading import load_causal_lm, load_model, load_tokenizer
 from tests.authors import SparseLlamaConfig, SparseLlamaForCausalLM
 from tests.conftest import TINY, tiny_llama
 from tests.models.test_custom_models import damage_config, damage_weights, logits, nan, pickled
-from tests.paths import ROOT
+from tests.paths import MODEL
 
-DEMO = ROOT / "recipes" / "demo" / "model"
 UNREACHABLE = "http://127.0.0.1:9"
 
 
@@ -63,8 +62,8 @@ def test_devices_that_are_not_there_are_refused(folder, device, says):
 
 
 def test_a_tokenizer_from_elsewhere_or_none(folder):
-    model, tokenizer = load_model(folder, DEMO, device="cpu")
-    assert (model.device.type, len(tokenizer)) == ("cpu", len(AutoTokenizer.from_pretrained(DEMO)))
+    model, tokenizer = load_model(folder, MODEL, device="cpu")
+    assert (model.device.type, len(tokenizer)) == ("cpu", len(AutoTokenizer.from_pretrained(MODEL)))
     assert load_model(folder, tokenizer, device="cpu")[1] is tokenizer
     assert load_model(folder, False, device="cpu")[1] is None
 
@@ -92,9 +91,9 @@ def test_authors_checkpoint_through_the_commands(tmp_path, run_json):
     """The demo model as the authors' hybrid training would store it: down_proj as (F, D), SiLU in the config."""
     theirs, ours = tmp_path / "theirs", tmp_path / "ours"
     theirs.mkdir()
-    for path in DEMO.iterdir():
+    for path in MODEL.iterdir():
         (theirs / path.name).write_bytes(path.read_bytes())
-    weights = load_file(DEMO / "model.safetensors")
+    weights = load_file(MODEL / "model.safetensors")
     for name in [name for name in weights if "down_proj" in name]:
         weights[name] = weights[name].t().contiguous()
     save_file(weights, theirs / "model.safetensors", {"format": "pt"})
@@ -109,7 +108,7 @@ def test_authors_checkpoint_through_the_commands(tmp_path, run_json):
     plain = AutoModelForCausalLM.from_pretrained(ours, dtype="float32")
     assert json.loads((ours / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
     torch.testing.assert_close(logits(plain), truth, atol=1e-4, rtol=1e-4)
-    assert main(["inspect", str(theirs), "--text", str(DEMO.parent / "text" / "heldout.txt"), "--tokens", "500"]) == 0
+    assert main(["inspect", str(theirs), "--text", str(MODEL.parent / "text" / "heldout.txt"), "--tokens", "500"]) == 0
 
 
 @pytest.mark.parametrize("name", ["models/absent", "absent/", "some/deep/path", r"C:\models\llama"])
@@ -212,7 +211,7 @@ DAMAGES = {
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_models_end_in_one_line(folder, tmp_path, error_line, damage):
     change, message = DAMAGES[damage]
-    for path in DEMO.glob("tokenizer*"):
+    for path in MODEL.glob("tokenizer*"):
         (folder / path.name).write_bytes(path.read_bytes())
     change(folder)
     (folder / "evil.py").write_text("raise SystemExit('remote code ran')\n")
@@ -222,10 +221,10 @@ def test_damaged_models_end_in_one_line(folder, tmp_path, error_line, damage):
 
 @pytest.mark.parametrize("command", ["sparsify", "eval", "inspect"])
 def test_a_tokenizer_of_another_model_ends_in_one_line(folder, tmp_path, error_line, command):
-    for path in DEMO.glob("tokenizer*"):
+    for path in MODEL.glob("tokenizer*"):
         (folder / path.name).write_bytes(path.read_bytes())
     output = [str(tmp_path / "out")] if command == "sparsify" else []
-    error = error_line(command, folder, *output, "--text", DEMO.parent / "text" / "heldout.txt")
+    error = error_line(command, folder, *output, "--text", MODEL.parent / "text" / "heldout.txt")
     assert error.startswith("hf-twell: error: the tokenizer (3,072 pieces) makes token")
     assert "the model has only 96 embeddings" in error
 
@@ -233,7 +232,7 @@ def test_a_tokenizer_of_another_model_ends_in_one_line(folder, tmp_path, error_l
 @pytest.mark.parametrize("command", ["sparsify", "eval", "inspect"])
 def test_a_model_without_a_tokenizer(folder, tmp_path, capsys, command, error_line):
     output = [str(tmp_path / "out")] if command == "sparsify" else []
-    line = error_line(command, folder, *output, "--text", DEMO.parent / "text" / "heldout.txt")
+    line = error_line(command, folder, *output, "--text", MODEL.parent / "text" / "heldout.txt")
     assert "the folder holds none (tokenizer.json, say)" in line
     if command == "sparsify":
         assert main([command, str(folder), *output]) == 0

@@ -18,7 +18,7 @@ from hf_twell.cli import main
 from hf_twell.files.text import read_documents
 from hf_twell.recipe.schema import load_recipe
 from tests.conftest import finished, one_of, shared_path
-from tests.paths import ROOT
+from tests.paths import HELDOUT, MODEL, ROOT
 from tests.rounding import rounding
 
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
@@ -70,7 +70,7 @@ WARNINGS = r"(?m)torchao|[Ww]arning|deprecated|^[WE]\d{4} |Failed to"
 @pytest.mark.slow
 def test_the_demo_runs_from_end_to_end(tmp_path):
     output, heldout = tmp_path / "demo", tmp_path / "heldout.txt"
-    heldout.write_text((ROOT / "recipes" / "demo" / "text" / "heldout.txt").read_text()[:2_000])
+    heldout.write_text((HELDOUT).read_text()[:2_000])
     changes = [f"output_dir={output}", f"heldout={heldout}", f"train={heldout}", "training.max_steps=2"]
     changes += ["training.per_device_train_batch_size=2", "training.use_cpu=true"]
     env = {"OMP_NUM_THREADS": "1"}  # threads that wait for each other take processor time
@@ -90,7 +90,7 @@ def test_the_demo_runs_from_end_to_end(tmp_path):
 @pytest.mark.slow
 def test_a_script_says_nothing_of_other_packages(tmp_path):
     pytest.importorskip("torchao")
-    model, script = ROOT / "recipes" / "demo" / "model", ROOT / "recipes" / "average.py"
+    model, script = MODEL, ROOT / "recipes" / "average.py"
     done = finished(sys.executable, script, model, model, tmp_path / "mean", cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert not re.findall(WARNINGS, done.stderr)
@@ -100,7 +100,7 @@ def test_a_script_says_nothing_of_other_packages(tmp_path):
 def text(tmp_path_factory) -> Path:
     """Enough of the demo's held-out text for a few steps."""
     path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text((ROOT / "recipes" / "demo" / "text" / "heldout.txt").read_text()[:12_000])
+    path.write_text((HELDOUT).read_text()[:12_000])
     return path
 
 
@@ -115,7 +115,7 @@ def small(text: Path, output: Path, steps: int, rows: int) -> list[str]:
 
 @pytest.mark.parametrize("name", one_of("demo", RECIPES))
 def test_every_recipe_runs_two_steps(name, text, tmp_path, run_json):
-    recipe, model = ROOT / "recipes" / f"{name}.yaml", ROOT / "recipes" / "demo" / "model"
+    recipe, model = ROOT / "recipes" / f"{name}.yaml", MODEL
     if "lora" in name:
         pytest.importorskip("peft")
     (tmp_path / "heldout.txt").write_text(text.read_text()[:1200])
@@ -233,7 +233,7 @@ def assert_moved_alike(final: dict, expected: dict) -> None:
     one of F, so 1/sqrt(F) of the move's norm. Gradients that are not averaged over processes, or of which a shard is
     lost, change all of the move.
     """
-    start = load_file(ROOT / "recipes" / "demo" / "model" / "model.safetensors")
+    start = load_file(MODEL / "model.safetensors")
     neurons = len(start["model.layers.0.mlp.up_proj.weight"])
     assert final.keys() == expected.keys()
     for name, weight in expected.items():
