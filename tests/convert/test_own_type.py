@@ -25,23 +25,12 @@ from hf_twell.models.hub import folder_card
 from hf_twell.models.loading import load_causal_lm
 from hf_twell.models.quantizing import quantize
 from tests.blocks.test_causal_lms import model_of
-from tests.conftest import finished
+from tests.conftest import TINY, finished
+from tests.mixtures import NEXT
 from tests.paths import MODEL
 
-TEXT = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 52,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "initializer_range": 0.2,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-LINEAR = {f"linear_{key}": size for key, size in {"num_key_heads": 2, "num_value_heads": 4}.items()}
-QWEN = {**TEXT, **LINEAR, "head_dim": 8, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+TEXT = {**TINY, "num_hidden_layers": 4, "bos_token_id": 1, "eos_token_id": 2}
+QWEN = {**TEXT, **NEXT}
 MROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
 VISION = {"depth": 1, "hidden_size": 32, "out_hidden_size": 32, "intermediate_size": 48, "num_heads": 4}
 TOKENS = dict(zip(("image", "video", "vision_start", "vision_end"), range(60, 64), strict=True))
@@ -103,9 +92,8 @@ def test_converts_exactly(name, tmp_path):
     """To the bit, live and loaded again, and with what its config says of other layers kept."""
     model = dense(name)
     stock, twin, before = type(model), by_hand(model), outputs(model)
-    kept = {
-        key: value for key, value in model.config.get_text_config().to_dict().items() if key.startswith("hidden_act")
-    }
+    config = model.config.get_text_config().to_dict()
+    kept = {key: value for key, value in config.items() if key.startswith("hidden_act")}
     assert sparsify(model, backend="reference") is model
     assert type(model).__name__ == f"Twell{stock.__name__}"
     assert isinstance(model, stock)
