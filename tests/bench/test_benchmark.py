@@ -37,6 +37,7 @@ from tests.convert.test_own_type import dense
 from tests.paths import DEMO, HELDOUT, ROOT
 
 TINY = {"hidden": 128, "intermediate": 512, "layers": 2, "vocabulary": 2048}
+TINY_SIZES = [str(item) for name, value in TINY.items() for item in (f"--{name}", value)]
 
 
 def run(capsys, *arguments):
@@ -138,9 +139,8 @@ def test_rows_without_kernels_say_so(tmp_path):
 
 
 def test_shapes_of_models_keep_the_density(capsys):
-    rows = run(
-        capsys, "ffn", "--shape", "smollm2-135m", "--tokens", 2, "--repeats", 1, "--no-compile", "--device", "cpu"
-    )
+    options = ("--tokens", 2, "--repeats", 1, "--no-compile", "--device", "cpu")
+    rows = run(capsys, "ffn", "--shape", "smollm2-135m", *options)
     assert (rows[0]["hidden"], rows[0]["intermediate"]) == (576, 1536)
     assert rows[0]["requested_l0"] == pytest.approx(30 * 1536 / 5632, abs=1e-3)
     head, (cells,) = CELLS["ffn"](rows)
@@ -281,15 +281,12 @@ def test_sixteen_tokens_of_one_sequence_have_the_union_of_their_kind():
 
 @pytest.mark.slow
 def test_bench_prefill_writes_rows_and_a_plot(tmp_path, capsys):
-    sizes = [item for name, value in TINY.items() for item in (f"--{name}", value)]
     rows = run(
-        capsys, "prefill", *sizes, "--l0", 12, "--batch", 2, "--length", 512, "--repeats", 1, "--device", "cpu",
+        capsys, "prefill", *TINY_SIZES, "--l0", 12, "--batch", 2, "--length", 512, "--repeats", 1, "--device", "cpu",
         "--dtype", "float32", "--output", tmp_path,
     )  # fmt: skip
     (row,) = rows
-    ours, theirs = (
-        min(row[f"{n}_ms"] for n in names) for names in (("sparse", "sparse_compiled"), ("eager", "compiled"))
-    )
+    ours, theirs = min(row["sparse_ms"], row["sparse_compiled_ms"]), min(row["eager_ms"], row["compiled_ms"])
     assert row["speedup"] == pytest.approx(theirs / ours, abs=0.01)
     assert row["logits_difference"] < 1e-5
     if row["backend"] == "cpu":  # whose sums are in another order
@@ -317,9 +314,8 @@ def test_bench_generate_gives_the_same_tokens_in_fp32():
 
 
 def test_bench_generate_of_steps_alone_draws_its_figure(tmp_path, capsys):
-    sizes = [item for name, value in TINY.items() for item in (f"--{name}", value)]
     (row,) = run(
-        capsys, "generate", *sizes, "--l0", 12, "--new-tokens", 32, "--repeats", 1, "--device", "cpu",
+        capsys, "generate", *TINY_SIZES, "--l0", 12, "--new-tokens", 32, "--repeats", 1, "--device", "cpu",
         "--dtype", "float32", "--steps-only", "--output", tmp_path, "--heads", 4, "--kv-heads", 2,
     )  # fmt: skip
     assert (row["heads"], row["kv_heads"], row["new_tokens"], row["batch"]) == (4, 2, 32, 1)
@@ -377,10 +373,7 @@ def test_bench_prefill_of_ones_own_model(own, tmp_path, capsys):
         (["prefill", "{own}", "--text", "{text}", "--l0", "3"], "--l0 is for random models; leave it out for "),
         (["generate", "--text", "{text}"], "--text goes with a MODEL"),
         (["generate", "{dense}", "--text", "{text}"], "is not sparse (activation: silu); convert it with hf-twell"),
-        (
-            ["prefill", "{own}", "--text", "{text}", "--batch", "90"],
-            "90 sequences of 512 take 46,080; give more",
-        ),
+        (["prefill", "{own}", "--text", "{text}", "--batch", "90"], "90 sequences of 512 take 46,080; give more"),
     ],
 )
 def test_own_models_that_cannot_be_measured_are_refused(own, arguments, says, error_line):
@@ -389,9 +382,8 @@ def test_own_models_that_cannot_be_measured_are_refused(own, arguments, says, er
 
 
 def test_the_bar_says_what_is_being_done(capsys):
-    sizes = [item for name, value in TINY.items() for item in (f"--{name}", str(value))]
     arguments = ["--l0", "12", "--new-tokens", "32", "--repeats", "1", "--device", "cpu", "--dtype", "float32"]
-    assert main(["bench", "generate", *sizes, *arguments]) == 0
+    assert main(["bench", "generate", *TINY_SIZES, *arguments]) == 0
     shown = capsys.readouterr().err
     phases = ["making the model", "calibrating", "choosing texts", "checking", "timing dense_step, turn 1 of 2"]
     places = [shown.index(phase) for phase in [*phases, "timing generate, eager, turn 1 of 1"]]
@@ -493,9 +485,8 @@ def test_bench_train_writes_rows_and_a_plot(tmp_path, capsys, monkeypatch):
         return ffn(*args, l1_scale=l1_scale, **options)
 
     monkeypatch.setattr(api, "ffn", recording)
-    sizes = [item for name, value in TINY.items() for item in (f"--{name}", value)]
     (row,) = run(
-        capsys, "train", *sizes, "--l0", 12, "--batch", 2, "--length", 256, "--repeats", 1, "--device", "cpu",
+        capsys, "train", *TINY_SIZES, "--l0", 12, "--batch", 2, "--length", 256, "--repeats", 1, "--device", "cpu",
         "--dtype", "float32", "--no-compile", "--output", tmp_path,
     )  # fmt: skip
     assert row["speedup"] == pytest.approx(row["eager_ms"] / row["sparse_ms"], abs=0.01)
@@ -528,8 +519,9 @@ def test_bench_train_goes_on_without_a_compiler(monkeypatch, capsys):
         raise RuntimeError("no compiler here\nand more")
 
     monkeypatch.setattr(torch.nn.Module, "compile", no_compiler)
-    sizes = [item for name, value in TINY.items() for item in (f"--{name}", value)]
-    (row,) = run(capsys, "train", *sizes, "--l0", 12, "--batch", 1, "--length", 64, "--repeats", 1, "--device", "cpu")
+    (row,) = run(
+        capsys, "train", *TINY_SIZES, "--l0", 12, "--batch", 1, "--length", 64, "--repeats", 1, "--device", "cpu"
+    )
     assert row["absent"]["sparse_compiled"] == "RuntimeError: no compiler here"
     assert "sparse_ms" in row
     assert "compiled_ms" not in row
@@ -573,10 +565,7 @@ def test_sizes_that_are_none(capsys, mode, option, value):
     [
         ("ffn --intermediate 128 --l0 5 129", "--l0 129 of 128 neurons; give more than 0 and at most 128"),
         ("ffn --l0 0", "--l0 0 of 5,632 neurons"),
-        (
-            "ffn --l0 563.2 --union 0.05",
-            "--union 0.05 where --l0 563.2 of 5,632 neurons are active for a token; give a",
-        ),
+        ("ffn --l0 563.2 --union 0.05", "--union 0.05 where --l0 563.2 of 5,632 neurons are active for a token; give"),
         ("ffn --l0 5 9 30 --union 0.2 0.4", "--union has 2 shares for 3 of --l0; give one, or one for each"),
         ("ffn --layer 3", "--layer is of a measured model; name it with --activity"),
         ("ffn --activity figures.json --l0 50", "--activity gives density and unions; leave --l0 and --union out"),
@@ -606,22 +595,13 @@ def test_options_of_another_mode_are_refused(capsys, arguments):
 
 def test_tables_show_each_figure_below_its_name():
     row = {"hidden": 64, "intermediate": 344, "tokens": 16, "l0": 8.5, "density": 0.0247, "error": 0.003}
-    row |= {"unions": {"16": 0.1234}}
+    row |= {"unions": {"16": 0.1234}, "speedup": 2.5}
     row |= {"error_eager": 0.004, "eager_ms": 5.0, "sparse_ms": 2.0, "took": "kernels", "sparse_mj_per_token": 7.0}
-    head, cells = CELLS["ffn"]([{**row, "speedup": 2.5}])
-    assert [dict(zip(head, line, strict=True)) for line in cells] == [
-        {
-            **{
-                "D x F": "64 x 344",
-                "tokens": 16,
-                "L0": 8.5,
-                "density": "2.47 %",
-                "union of 16 / 64 / 128 tokens": "12.3 / n/a / n/a %",
-                "error / eager's": "0.003 / 0.004",
-            },
-            **{"eager ms": 5.0, "sparse ms": 2.0, "took": "kernels", "sparse mj per token": 7.0, "speed-up": "2.50x"},
-        }
-    ]
+    shown = {"D x F": "64 x 344", "tokens": 16, "L0": 8.5, "density": "2.47 %"}
+    shown |= {"union of 16 / 64 / 128 tokens": "12.3 / n/a / n/a %", "error / eager's": "0.003 / 0.004"}
+    shown |= {"eager ms": 5.0, "sparse ms": 2.0, "took": "kernels", "sparse mj per token": 7.0, "speed-up": "2.50x"}
+    head, (cells,) = CELLS["ffn"]([row])
+    assert dict(zip(head, cells, strict=True)) == shown
     row = {"layers": 2, "batch": 4, "layer_l0": [12.0, 11.0], "layer_distinct_64": [90.0, 80.0], "eager_ms": 5.0}
     row |= {"workload_distinct_64": 85.0, "sparse_ms": 2.0, "speedup": 2.5, "sparse_tokens_per_s": 3.0}
     head, cells = CELLS["train"]([{**row, "compiled_ms": 4.0}, row])

@@ -34,7 +34,7 @@ from hf_twell.files.packages import how_to_install
 from hf_twell.recipe.packing import PackedText
 from hf_twell.recipe.runs import check_run
 from tests.conftest import COMMAND, finished, needs_lm_eval, one_of, started, write_recipe
-from tests.paths import DEMO, HELDOUT, ROOT
+from tests.paths import DEMO, HELDOUT, MODEL, ROOT
 
 ROWS = str(ROOT / "kernels" / "twell_cpu" / "bench" / "epyc-2026-11-21" / "bench.jsonl")
 
@@ -101,9 +101,8 @@ def test_doctor_names_every_backend_and_why(capsys, run_json):
 
 
 def test_sparsify_writes_a_stock_model_and_measures_it(tmp_path, capsys, error_line, run_json):
-    text = HELDOUT
     output = tmp_path / "sparse"
-    command = ["sparsify", str(DEMO / "model"), str(output), "--text", str(text), "--tokens", "1024", "--json"]
+    command = ["sparsify", str(MODEL), str(output), "--text", str(HELDOUT), "--tokens", "1024", "--json"]
     result = run_json(*command)
     assert 0.2 < result["sparsity"]["density"] < 0.5
     assert result["sparsity"]["tokens"] == 1024
@@ -195,9 +194,7 @@ def test_a_model_that_had_relu_keeps_what_is_recorded_of_it(recipe, capsys, erro
         (["eval", str(DEMO / "model"), "--text", str(HELDOUT), "--device", "mps"], "give cpu"),
         (["eval", "no/such/folder", "--text", str(HELDOUT)], "no/such/folder"),
         pytest.param(["eval", "x", "--tasks", "arc_easy", "--data-dir", "absent"], "absent", marks=needs_lm_eval),
-        pytest.param(
-            ["eval", str(DEMO / "model"), "--tasks", "arc_eazy"], "arc_easy", marks=[needs_lm_eval, pytest.mark.slow]
-        ),
+        pytest.param(["eval", MODEL, "--tasks", "arc_eazy"], "arc_easy", marks=[needs_lm_eval, pytest.mark.slow]),
     ],
 )
 def test_mistakes_end_in_one_line(arguments, says, tmp_path, error_line, monkeypatch):
@@ -511,9 +508,8 @@ def test_measured_rows_are_shown_though_a_full_disk_does_not_take_them(tmp_path,
     printed = capsys.readouterr()
     (row,) = json.loads(printed.out)["rows"]
     assert row["sparse_ms"] > 0
-    assert printed.err.splitlines()[-1] == (
-        f"hf-twell: error: could not write {tmp_path / 'bench.jsonl'}: No space left on device"
-    )
+    says = f"hf-twell: error: could not write {tmp_path / 'bench.jsonl'}: No space left on device"
+    assert printed.err.splitlines()[-1] == says
 
 
 @pytest.mark.slow
@@ -694,13 +690,8 @@ def test_a_resumed_run_that_is_changed_is_refused_or_told(recipe, capsys, caplog
     changes = ["training.gradient_accumulation_steps=2", "training.seed=1", "sequence_length=16"]
     changes.append("training.data_seed=7")
     assert main([*resume, *changes]) == 0
-    for told in (
-        "sequences a step=2 and goes on with 4",
-        "training.seed=42 and",
-        "sequence_length=32 and",
-        "train=[[",
-        "training.data_seed=None and",
-    ):
+    told_of = ("sequences a step=2 and goes on with 4", "training.seed=42 and", "sequence_length=32 and", "train=[[")
+    for told in (*told_of, "training.data_seed=None and"):
         assert f"checkpoint-2 was trained with {told}" in caplog.text
 
 

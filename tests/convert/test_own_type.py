@@ -205,9 +205,8 @@ def test_a_text_part_is_refused_alone(name):
     before = model.config.to_dict(), [type(module) for module in model.modules()]
     part = model.get_decoder()
     for each in (part, get_peft_model(copy.deepcopy(part), LoraConfig(target_modules=["gate_proj"]))):
-        with pytest.raises(
-            ValueError, match=f"{type(part).__name__} may be a part of a model that sees: convert the whole"
-        ):
+        says = f"{type(part).__name__} may be a part of a model that sees: convert the whole"
+        with pytest.raises(ValueError, match=says):
             sparsify(each)
     assert (model.config.to_dict(), [type(module) for module in model.modules()]) == before
 
@@ -260,9 +259,8 @@ def test_a_class_of_ones_own_is_refused_unchanged():
     model = dense()
     model.__class__ = type("Mine", (type(model),), {})
     before = model.config.to_dict(), type(model)
-    with pytest.raises(
-        ValueError, match=r"linear_attn .* lies outside .* Convert a model of Transformers' own class, be"
-    ):
+    says = r"linear_attn .* lies outside .* Convert a model of Transformers' own class, be"
+    with pytest.raises(ValueError, match=says):
         sparsify(model)
     assert (model.config.to_dict(), type(model)) == before
 

@@ -30,9 +30,8 @@ def mounted(request, tmp_path):
 
 def test_a_mount_point_is_refused_before_the_work_and_takes_folders(mounted, error_line):
     for overwrite in (False, True):
-        with pytest.raises(
-            ValueError, match=r"a mount is a mount point, .*; name a folder in it, such as .*/a mount/m"
-        ):
+        says = r"a mount is a mount point, .*; name a folder in it, such as .*/a mount/m"
+        with pytest.raises(ValueError, match=says):
             check_target(mounted, overwrite=overwrite)
     assert "is a mount point" in error_line("sparsify", "absent", mounted), "before a model is loaded"
     with whole_folder(mounted / "model") as folder:

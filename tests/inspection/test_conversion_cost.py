@@ -262,9 +262,8 @@ def test_the_command_says_it(inspected, capsys):
     printed = summary(inspected)
     assert "negative gates carry" in printed
     assert "Loss before any training, on the first 120 tokens:" in printed
-    assert f"strongest 10 %  {cost['oracle'][3]['loss']:.4g}".split() in [
-        line.split()[:4] for line in printed.splitlines()
-    ]
+    lines = [line.split()[:4] for line in printed.splitlines()]
+    assert f"strongest 10 %  {cost['oracle'][3]['loss']:.4g}".split() in lines
     assert conversion_sentence(inspected) in printed
     page = render(inspected)
     assert "What a conversion would cost" in page
@@ -284,9 +283,8 @@ def test_the_conclusion(inspected):
     assert "(+16 %). That is little: a short fine-tuning may do;" in conversion_sentence(result)
     result["conversion"]["relu"] = {"loss": None, "increase": None}
     assert "overflow" in conversion_sentence(result)
-    assert [increase(value) for value in (None, 0.008, -0.02, 0.099, 0.4, 12)] == [
-        *("n/a", "+0.8 %", "-2.0 %", "+9.9 %", "+40 %", "+1,200 %")
-    ]
+    shown = ["n/a", "+0.8 %", "-2.0 %", "+9.9 %", "+40 %", "+1,200 %"]
+    assert [increase(value) for value in (None, 0.008, -0.02, 0.099, 0.4, 12)] == shown
 
 
 def test_losses_that_overflow_are_none(tokenizer, text):

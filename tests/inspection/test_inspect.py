@@ -205,9 +205,8 @@ def test_measured_savings(relu_demo):
 def test_savings_are_of_the_layers_that_are_sparse(relu_demo):
     """As saved; the others stay dense."""
     model = hf_twell.unpatch(hf_twell.sparsify(copy.deepcopy(relu_demo), layers=[0, 2]))
-    layers = [
-        {**layer, "density": 0.001} for layer in hf_twell.measure_sparsity(model, [torch.arange(3, 99)[None]])["layers"]
-    ]
+    layers = hf_twell.measure_sparsity(model, [torch.arange(3, 99)[None]])["layers"]
+    layers = [{**layer, "density": 0.001} for layer in layers]
     savings = ffn_savings(model, torch.arange(3, 99)[None], layers)
     if savings["backend"] == "reference":
         pytest.skip("no compiled backend works on this machine")
@@ -230,9 +229,8 @@ def test_predictions_are_the_formulas(relu_demo):
     for which in ("decode", "prefill"):
         for row in savings["layers"]:
             mine = row[which]
-            sparse = (
-                predicted(which, mine["dense_ms"], row["density"]) if mine["path"] == "sparse" else mine["dense_ms"]
-            )
+            is_sparse = mine["path"] == "sparse"
+            sparse = predicted(which, mine["dense_ms"], row["density"]) if is_sparse else mine["dense_ms"]
             assert mine["sparse_ms"] == pytest.approx(sparse)
         each = savings["total"][which]["dense_ms"] / len(layers)
         for row in savings["if_density"]:

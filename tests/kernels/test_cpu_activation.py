@@ -75,9 +75,8 @@ def test_gradients_without_the_l1_term_are_torchs_own(isa, gated):
 
 def test_h_is_rounded_as_torch_rounds_it(isa, dtype):
     """Bit for bit: halfway cases to even, subnormals, infinities and what overflows to them."""
-    numbers = torch.tensor(
-        [1.0, 1.5, 1 + 2**-7, 1 + 3 * 2**-7, 1 + 2**-10, 1 + 3 * 2**-10, 2**-14, 3 * 2**-24, 65504.0]
-    )
+    numbers = [1.0, 1.5, 1 + 2**-7, 1 + 3 * 2**-7, 1 + 2**-10, 1 + 3 * 2**-10, 2**-14, 3 * 2**-24, 65504.0]
+    numbers = torch.tensor(numbers)
     numbers = torch.cat([numbers, torch.tensor([0.0, torch.inf]), _values((40,), torch.float32)[0].abs()]).to(dtype)
     gate, up = (t.reshape(-1) for t in torch.meshgrid(numbers, torch.cat([numbers, -numbers]), indexing="ij"))
     h = torch.ops.hf_twell.activation(gate, up, None, None, None)
@@ -125,9 +124,8 @@ def test_the_sparse_operator_leaves_padding_out_of_its_report_too(density):
     tally, weight = torch.zeros(173, requires_grad=True), torch.ones(40)
     weight[2] = 0
     weights = case["w_up"], case["w_down"], case["w_gate"]
-    y = api.ffn(
-        case["x"], *weights, l1_scale=torch.tensor(0.1), token_weight=weight, tally=tally, capacity=172, backend="cpu"
-    )
+    options = {"l1_scale": torch.tensor(0.1), "token_weight": weight, "tally": tally}
+    y = api.ffn(case["x"], *weights, **options, capacity=172, backend="cpu")
     y[weight > 0].sum().backward()
     assert tally.grad.isfinite().all()
 

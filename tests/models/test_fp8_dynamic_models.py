@@ -147,9 +147,8 @@ def made_by(weight, granularity, **asked):
     """A weight of torchao's e4m3 by any of its options."""
     kwargs = torchao_kwargs(granularity, **asked)
     config = torchao_config("fp8-dynamic")
-    made = quantization.Float8Tensor.from_hp(
-        weight, granularity=granularity, mm_config=config.mm_config, act_quant_kwargs=kwargs
-    )
+    kwargs = {"act_quant_kwargs": kwargs, "mm_config": config.mm_config}
+    made = quantization.Float8Tensor.from_hp(weight, granularity=granularity, **kwargs)
     return nn.Parameter(made, requires_grad=False)
 
 
@@ -201,9 +200,8 @@ def test_saved_and_loaded_again(folder, tmp_path, gpu, kernel_calls):  # noqa: F
     assert kernel_calls == []
     model.save_pretrained(tmp_path / "dynamic")
     written = json.loads((tmp_path / "dynamic" / "config.json").read_text())
-    assert (
-        written["quantization_config"]["quant_type"]["default"]["_type"] == "Float8DynamicActivationFloat8WeightConfig"
-    )
+    kind = written["quantization_config"]["quant_type"]["default"]["_type"]
+    assert kind == "Float8DynamicActivationFloat8WeightConfig"
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "dynamic").eval()
     assert torch.equal(logits(plain), values)
     kinds = [getattr(plain.model.layers[1].mlp, name).weight for name in PROJECTIONS]

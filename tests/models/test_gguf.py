@@ -139,9 +139,8 @@ def test_qwen3_5_comes_exactly_and_takes_our_own_type(tokenizer, tmp_path):
     linear = {"num_key_heads": 2, "num_value_heads": 6, "key_head_dim": 8, "value_head_dim": 16}
     sizes = {**TINY, **SIZES, "num_hidden_layers": 5, "head_dim": 32, "rope_parameters": rope, "initializer_range": 0.2}
     torch.manual_seed(0)
-    source = tf.Qwen3_5ForCausalLM(
-        tf.Qwen3_5TextConfig(**sizes, **{f"linear_{key}": size for key, size in linear.items()})
-    ).eval()
+    linear = {f"linear_{key}": size for key, size in linear.items()}
+    source = tf.Qwen3_5ForCausalLM(tf.Qwen3_5TextConfig(**sizes, **linear)).eval()
     for key, weight in source.named_parameters():
         if key.endswith("norm.weight"):  # values that stay when 1 is added to them
             weight.data.normal_(std=0.3).mul_(1024).round_().div_(1024)
@@ -181,9 +180,8 @@ def test_another_family_is_refused_by_the_first_bytes(tmp_path):
     name = b"falcon"
     head = b"GGUF" + struct.pack("<IQQQ", 3, 1, 1, 20) + b"general.architecture" + struct.pack("<IQ", 8, len(name))
     (tmp_path / "model.gguf").write_bytes(head + name)
-    with pytest.raises(
-        ValueError, match="has the architecture 'falcon'; gemma2, gemma3, llama, phi3, qwen2, qwen3, qwen35"
-    ):
+    says = "has the architecture 'falcon'; gemma2, gemma3, llama, phi3, qwen2, qwen3, qwen35"
+    with pytest.raises(ValueError, match=says):
         load_causal_lm(tmp_path / "model.gguf")
 
 

@@ -41,9 +41,8 @@ def test_a_model_in_the_midst_of_blending_is_refused(folder):
     reasons = {"activation": "its activation is silu blended with 0.2500 of relu"}
     entry = {"version": 1, "layers": None, "unfinished": reasons}
     damage_config(folder, hidden_act="unfinished blend of silu and 0.2500 relu", twell=entry)
-    with pytest.raises(
-        ValueError, match=r"in the midst of blending .*0.2500 of relu.*; convert its dense parent at once"
-    ):
+    says = r"in the midst of blending .*0.2500 of relu.*; convert its dense parent at once"
+    with pytest.raises(ValueError, match=says):
         load_causal_lm(folder)
     assert main(["sparsify", str(folder), str(folder.parent / "out")]) == 1
 
@@ -116,9 +115,8 @@ def test_authors_checkpoint_through_the_commands(tmp_path, run_json):
 def test_what_can_only_be_a_path_does_not_go_to_the_hub(name, load, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("models").mkdir()
-    with pytest.raises(
-        OSError, match=rf"no folder at {re.escape(name)}; give a (model|tokenizer)'s folder, or its name"
-    ):
+    says = rf"no folder at {re.escape(name)}; give a (model|tokenizer)'s folder, or its name"
+    with pytest.raises(OSError, match=says):
         load(name)
 
 
@@ -152,9 +150,8 @@ def test_quantized_weights_say_that_they_are_not_converted(folder, packed):
     elif importlib.util.find_spec("bitsandbytes"):
         pytest.skip("bitsandbytes, which is installed, loads it")
     for load in (load_causal_lm, TwellLlamaForCausalLM.from_pretrained):
-        with pytest.raises(
-            ValueError, match=r"quantized \(bitsandbytes\), and these are not converted; give the model that"
-        ):
+        says = r"quantized \(bitsandbytes\), and these are not converted; give the model that"
+        with pytest.raises(ValueError, match=says):
             load(folder)
 
 

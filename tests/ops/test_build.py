@@ -353,15 +353,13 @@ def test_a_missing_or_broken_nvcc_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TWELL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_TWELL_CUDA_ARCH", "sm_80")
     monkeypatch.setenv("CUDA_HOME", "/nowhere")
-    with pytest.raises(
-        toolchain.BuildError, match=r"no nvcc found \(looked for /nowhere/bin/nvcc\); install the CUDA toolkit"
-    ):
+    says = r"no nvcc found \(looked for /nowhere/bin/nvcc\); install the CUDA toolkit"
+    with pytest.raises(toolchain.BuildError, match=says):
         build.compile_library("cuda")
     home = fake_nvcc(tmp_path / "toolkit", "13.0.88")
     monkeypatch.setenv("CUDA_HOME", str(home))
-    with pytest.raises(
-        toolchain.BuildError, match=f"compiling the cuda kernels with {home}/bin/nvcc failed; the compiler's messages"
-    ):
+    says = f"compiling the cuda kernels with {home}/bin/nvcc failed; the compiler's messages"
+    with pytest.raises(toolchain.BuildError, match=says):
         build.compile_library("cuda")
     logs = [path.read_text() for path in (tmp_path / "cache").glob("*.log")]
     assert len(logs) == 1

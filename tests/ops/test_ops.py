@@ -111,9 +111,8 @@ def test_what_the_kernels_cannot_take_is_refused_by_name_and_falls_back_under_au
         api.ffn(torch.randn(3, 7), w, w.t())
     with pytest.raises(ValueError, match="'cuda'"):
         api.ffn(x.float(), w.float(), w.float().t(), backend="cuda")
-    with pytest.raises(
-        ValueError, match="backend 'cpu' was asked to compute tensors on 'meta'; move them, or use 'auto'"
-    ):
+    says = "backend 'cpu' was asked to compute tensors on 'meta'; move them, or use 'auto'"
+    with pytest.raises(ValueError, match=says):
         api.ffn(x.to("meta"), w.to("meta"), w.t().to("meta"), backend="cpu")
     with pytest.raises(ValueError, match="x is on cpu and w_up on meta; move them to one device"):
         api.ffn(x, w.to("meta"), w.t())

@@ -86,9 +86,8 @@ def test_turns_of_a_chat_stay_together_and_are_read_back_as_they_were():
     tokenizer.chat_template = "{{ messages }}"
     begin, turn_end = document_start(tokenizer), tokenizer.eos_token_id
     assert begin != turn_end
-    said = tokenizer(
-        "<|im_start|>user\nWhat?<|im_end|>\n<|im_start|>assistant\nLight.", add_special_tokens=False
-    ).input_ids
+    chat = "<|im_start|>user\nWhat?<|im_end|>\n<|im_start|>assistant\nLight."
+    said = tokenizer(chat, add_special_tokens=False).input_ids
     assert said.count(turn_end) == 1
     rows = documents_in(torch.tensor([[begin, *said, turn_end, begin, *said]]), tokenizer, begin)
     assert len(rows) == 2
@@ -180,9 +179,8 @@ def test_what_cannot_be_sampled_is_said(demo, tmp_path):
 def test_a_file_of_ones_own_is_left_as_it_is(mine, demo, tmp_path, capsys):
     path = tmp_path / "rows.jsonl"
     path.write_text(mine)
-    with pytest.raises(
-        ValueError, match="holds what hf-twell sample did not write, and is left as it is; choose anoth"
-    ):
+    says = "holds what hf-twell sample did not write, and is left as it is; choose anoth"
+    with pytest.raises(ValueError, match=says):
         sample_text(*demo, path, tokens=10, length=8)
     assert path.read_text() == mine
     assert main(["sample", "absent", str(path), "--tokens", "10"]) == 1, "before a model is loaded"

@@ -168,9 +168,8 @@ def tiny_llava(**changes):
     vision = tf.CLIPVisionConfig(**vision, image_size=16, patch_size=8)
     torch.manual_seed(0)
     text = tf.LlamaConfig(**{**TINY, **changes})
-    model = tf.LlavaForConditionalGeneration(
-        tf.LlavaConfig(vision_config=vision, text_config=text, image_token_index=95)
-    )
+    config = tf.LlavaConfig(vision_config=vision, text_config=text, image_token_index=95)
+    model = tf.LlavaForConditionalGeneration(config)
     model.model.vision_tower.requires_grad_(False)
     return model
 
@@ -289,14 +288,8 @@ def judged() -> list[dict]:
 def trl_trainer(trl, name, dataset, *, options=None, **arguments):
     from datasets import Dataset
 
-    arguments = {
-        "output_dir": tempfile.mkdtemp(),
-        **COMMON,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        **arguments,
-    }
-    args = getattr(trl, f"{name}Config")(**arguments)
+    common = {"output_dir": tempfile.mkdtemp(), **COMMON, "bf16": False, "gradient_checkpointing": False}
+    args = getattr(trl, f"{name}Config")(**{**common, **arguments})
     dataset = Dataset.from_list(dataset)
 
     def make(model):
@@ -350,9 +343,8 @@ def test_sft_on_the_assistant_alone(trl):
 
 @pytest.mark.slow
 def test_sft_loss_function(trl):
-    check_exact(
-        trl_trainer(trl, "SFT", rows(), options=lambda model: {"compute_loss_func": loss_of_words}), truth=one_batch()
-    )
+    make = trl_trainer(trl, "SFT", rows(), options=lambda model: {"compute_loss_func": loss_of_words})
+    check_exact(make, truth=one_batch())
 
 
 @pytest.mark.parametrize("layout", [{"padding_free": True, "max_length": None}, {"packing": True, "max_length": 24}])

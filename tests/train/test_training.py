@@ -449,15 +449,6 @@ def test_fp16_on_a_cpu_is_refused_for_that(tmp_path):
         SparsityCallback(trainer, 0.1)
 
 
-@pytest.mark.parametrize("change", [unpatch, lambda model: sparsify(model, layers=[0])])
-def test_layers_that_are_not_sparse_any_more_are_named(change):
-    model = sparsify(tiny_llama())
-    penalty = L1Penalty(model, 1e-3)
-    change(model)
-    with pytest.raises(ValueError, match="not sparse any more"):
-        penalty.begin_step([{"input_ids": torch.ones(2, 9, dtype=torch.long)}])
-
-
 def test_steps_without_tokens_report_nothing():
     model = sparsify(tiny_llama()).train()
     penalty = L1Penalty(model, 1e-3)
