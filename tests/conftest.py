@@ -15,13 +15,13 @@ os.environ.update(
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from hf_twell.cli import main
 from hf_twell.dispatch import limits
 from hf_twell.ops import api
 from tests.ffn_cases import DTYPES, ISAS
-from tests.paths import DEMO, HELDOUT, ROOT
+from tests.paths import HELDOUT, MODEL, ROOT
 
 # Else DeepSpeed, where it is installed, warns on the stdout of whichever test imports it first.
 if not torch.cuda.is_available():
@@ -59,7 +59,7 @@ def write_recipe(folder: Path, settings: str, documents: int) -> Path:
         (folder / f"{name}.txt").write_text("<|endoftext|>\n".join(text[:length] for text in texts[:count]))
     path = folder / "recipe.yaml"
     path.write_text(
-        f"model: {DEMO / 'model'}\noutput_dir: out\ntrain: train.txt\nheldout: [heldout.txt]\nsequence_length: 32\n"
+        f"model: {MODEL}\noutput_dir: out\ntrain: train.txt\nheldout: [heldout.txt]\nsequence_length: 32\n"
         "training: {max_steps: 4, per_device_train_batch_size: 2, logging_steps: 1, save_steps: 2, use_cpu: true}\n"
         f"{settings}\n"
     )
@@ -155,6 +155,12 @@ def error_line(capsys):
         return lines[-1]
 
     return run
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """That of the demo model."""
+    return AutoTokenizer.from_pretrained(MODEL)
 
 
 @pytest.fixture

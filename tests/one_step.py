@@ -70,10 +70,17 @@ def flat_gradient(model) -> torch.Tensor:
     return torch.cat([parameter.grad.flatten() for parameter in trained]).clone()
 
 
-def make_trainer(folder, kind=Trainer, model=None, collator=None, **arguments) -> Trainer:
-    """A trainer of one step over all rows, unless `arguments` say otherwise; of a sparse model where none is given."""
+def make_trainer(folder, kind=Trainer, model=None, collator=None, term=None, **arguments) -> Trainer:
+    """A trainer of one step over all rows, unless `arguments` say otherwise; of a sparse model where none is given.
+
+    Args:
+        term: options of a SparsityCallback for it.
+    """
     args = TrainingArguments(str(folder), **{**ONE_STEP, **arguments})
-    return kind(model or sparsify(tiny_llama()), args, train_dataset=rows(), data_collator=collator or pad)
+    trainer = kind(model or sparsify(tiny_llama()), args, train_dataset=rows(), data_collator=collator or pad)
+    if term is not None:
+        trainer.add_callback(SparsityCallback(trainer, **term))
+    return trainer
 
 
 def trainer_gradient(

@@ -42,11 +42,6 @@ def sparse(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(DEMO / "model")
-
-
 # What is made of figures.
 
 

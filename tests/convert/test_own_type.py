@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers as tf
 from torch import nn
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM
 
 import hf_twell
 from hf_twell import sparsify, unpatch
@@ -27,6 +27,7 @@ from hf_twell.models.quantizing import quantize
 from tests.blocks.test_causal_lms import model_of
 from tests.conftest import TINY, finished
 from tests.mixtures import NEXT
+from tests.one_step import make_trainer
 from tests.paths import MODEL
 
 TEXT = {**TINY, "num_hidden_layers": 4, "bos_token_id": 1, "eos_token_id": 2}
@@ -439,11 +440,8 @@ def test_trained_saved_and_loaded_in_new_processes(tmp_path, monkeypatch):
     """By this package, and by plain Transformers with remote code; without it, by an error that names the way."""
     model = sparsify(dense(), backend="reference")
     tf.AutoTokenizer.from_pretrained(MODEL).save_pretrained(tmp_path / "model")
-    args = TrainingArguments(
-        str(tmp_path / "out"), max_steps=20, learning_rate=1e-3, use_cpu=True, report_to=[], save_strategy="no"
-    )
-    trainer = Trainer(model, args, train_dataset=[{"input_ids": row, "labels": row} for row in ids()])
-    trainer.add_callback(hf_twell.SparsityCallback(trainer, l1_weight=1e-4))
+    options = {"max_steps": 20, "learning_rate": 1e-3, "term": {"l1_weight": 1e-4}}
+    trainer = make_trainer(tmp_path / "out", model=model, **options)
     trainer.train()
     trainer.save_model(str(tmp_path / "model"))
     torch.save(ids(), tmp_path / "ids.pt")

@@ -18,6 +18,7 @@ from hf_twell.inspection.passages import windows
 from hf_twell.inspection.report.findings import conversion_sentence, increase
 from hf_twell.inspection.report.page import render
 from tests.conftest import ids, shared_path, tiny_llama
+from tests.measure.test_measurement import state
 from tests.paths import DEMO, HELDOUT
 
 VOCAB = 3072  # of the demo model's tokenizer
@@ -32,21 +33,12 @@ def ungated(**changes) -> GPTNeoXForCausalLM:
 MODELS = {"llama": tiny_llama, "gelu": lambda **c: tiny_llama(hidden_act="gelu", **c), "ungated": ungated}
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(DEMO / "model")
-
-
 @pytest.fixture
 def text(tmp_path) -> Path:
     """Several documents of different lengths, so that windows are padded."""
     path = tmp_path / "text.txt"
     path.write_text("\n<|endoftext|>\n".join(["The cell is small.", HELDOUT.read_text()[:700], "A plant grows in it."]))
     return path
-
-
-def state(model) -> list:
-    return [(module.training, len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()]
 
 
 def blocks(model, input_ids) -> list[tuple]:

@@ -30,11 +30,6 @@ from tests.paths import DEMO, HELDOUT, ROOT
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(DEMO / "model")
-
-
-@pytest.fixture(scope="module")
 def relu_demo():
     """The demo model with ReLU, in stock form."""
     model = AutoModelForCausalLM.from_pretrained(DEMO / "model", dtype=torch.float32)
@@ -187,11 +182,8 @@ def test_measured_savings(relu_demo):
     assert (predicted["measured"], measured["measured"]) == (False, True)
     # Kernels add in another order, so a difference of nothing at all would be that of the same blocks.
     assert all(0 < row["difference"] < 1e-5 for row in measured["layers"])
-    assert all(
-        row[which]["sparse_ms"] != row[which]["dense_ms"]
-        for row in measured["layers"]
-        for which in ("decode", "prefill")
-    )
+    for which in ("decode", "prefill"):
+        assert all(row[which]["sparse_ms"] != row[which]["dense_ms"] for row in measured["layers"])
     for savings in (predicted, measured):
         assert savings["tokens"] == {"decode": 1, "prefill": 197}
         for which in ("decode", "prefill"):
@@ -263,14 +255,10 @@ def test_predictions_are_the_benchmarks():
     """The formula repeats the rows it was fitted to, within the noise of a benchmark."""
     lines = (ROOT / "kernels/twell_cpu/bench/epyc-2026-11-21/bench.jsonl").read_text().splitlines()
     rows = list(map(json.loads, lines))
+    fitted = {"bench": "ffn", "dtype": "bfloat16", "pass": "forward", "processor": "AMD EPYC"}
     compared = 0
     for row in rows:
-        if (
-            row["bench"] != "ffn"
-            or row["dtype"] != "bfloat16"
-            or row["pass"] != "forward"
-            or row["processor"] != "AMD EPYC"
-        ):
+        if not fitted.items() <= row.items():
             continue
         which = {1: "decode", 1024: "prefill"}.get(row["tokens"])
         if which and row["density"] < 0.18:

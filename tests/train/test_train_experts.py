@@ -231,8 +231,8 @@ def test_trains_with_a_target_and_saves(tmp_path):
     from transformers import AutoModelForCausalLM
 
     model = sparsify(mixture("qwen2_moe"))
-    trainer = make_trainer(tmp_path, model=model, max_steps=30, logging_steps=10, learning_rate=3e-3)
-    trainer.add_callback(SparsityCallback(trainer, target_density=0.1, warmup_steps=10))
+    options = {"max_steps": 30, "logging_steps": 10, "learning_rate": 3e-3}
+    trainer = make_trainer(tmp_path, model=model, term={"target_density": 0.1, "warmup_steps": 10}, **options)
     trainer.train()
     densities = [row["twell/density"] for row in trainer.state.log_history if "twell/density" in row]
     assert densities[-1] < 0.8 * densities[0]

@@ -302,8 +302,7 @@ def test_training_begins_with_weights_in_stock_order(tmp_path):
         def on_pre_optimizer_step(self, *args, **kwargs):
             orders.append(down.is_contiguous())
 
-    trainer = one_step.make_trainer(tmp_path, model=model)
-    trainer.add_callback(SparsityCallback(trainer, l1_weight=1e-3))
+    trainer = one_step.make_trainer(tmp_path, model=model, term={"l1_weight": 1e-3})
     trainer.add_callback(Watch())
     expected = down.detach().clone()
     assert not down.is_contiguous()
@@ -396,16 +395,13 @@ class AtEvents(TrainerCallback):
 def test_the_term_is_on_for_micro_batches_alone(tmp_path):
     options = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4, "eval_steps": 1}
     kind = functools.partial(Trainer, eval_dataset=one_step.rows()[:4], callbacks=[events := AtEvents()])
-    trainer = one_step.make_trainer(tmp_path, kind, eval_strategy="steps", **options)
-    trainer.add_callback(SparsityCallback(trainer, 0.0))
-    trainer.train()
+    one_step.make_trainer(tmp_path, kind, eval_strategy="steps", term={"l1_weight": 0.0}, **options).train()
     assert events.on == 5 * [False]
 
 
 def test_a_trainer_that_takes_all_micro_batches_at_once_is_refused(tmp_path):
     """The term was off while it trained on them, and nothing told so."""
-    trainer = one_step.make_trainer(tmp_path)
-    trainer.add_callback(SparsityCallback(trainer, 0.0))
+    trainer = one_step.make_trainer(tmp_path, term={"l1_weight": 0.0})
     lazily = trainer.get_batch_samples
 
     def at_once(*args):
@@ -428,8 +424,7 @@ def test_a_model_that_the_trainer_makes_anew_is_refused(tmp_path):
 
 @pytest.mark.parametrize("change", [unpatch, functools.partial(sparsify, layers=[0])])
 def test_blocks_that_change_after_the_callback_are_said_to(tmp_path, change):
-    trainer = one_step.make_trainer(tmp_path)
-    trainer.add_callback(SparsityCallback(trainer, 1e-3))
+    trainer = one_step.make_trainer(tmp_path, term={"l1_weight": 1e-3})
     change(trainer.model)
     with pytest.raises(ValueError, match=r"has other sparse blocks than .*unpatch"):
         trainer.train()
