@@ -22,14 +22,7 @@ from hf_twell.evaluation.flips import answer_flips, answers, differing
 from hf_twell.evaluation.tasks import _check_examples, _read_rows
 from hf_twell.measure.perplexity import METRIC_PATH, token_log_likelihoods
 from tests.conftest import needs_lm_eval, shared_path, tiny_llama
-from tests.evaluation.test_evaluation import (
-    ARC_ROWS,
-    arc_row,
-    load_local,
-    local_task,
-    log_likelihood,
-    write_rows,
-)
+from tests.evaluation.test_evaluation import ARC_ROWS, arc_row, load_local, local_task, log_likelihood, write_rows
 from tests.paths import MODEL
 
 pytestmark = pytest.mark.usefixtures("one_thread")

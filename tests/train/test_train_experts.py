@@ -1,7 +1,6 @@
 """The terms of sparse training in mixtures of experts, compared with their definition by plain autograd."""
 
 import functools
-import os
 import sys
 import tempfile
 
@@ -12,7 +11,7 @@ from torch.nn import functional as F
 from hf_twell import L1Penalty, SparsityCallback, measure_sparsity, sparsify
 from hf_twell.blocks.architectures import find_ffns
 from hf_twell.ops import experts, reference
-from tests.conftest import in_two_processes
+from tests.conftest import in_two_processes, leave
 from tests.mixtures import by_hand, mixture
 from tests.one_step import LABELS, LENGTHS, KeepGradient, flat_gradient, make_trainer, pad, rows
 
@@ -249,10 +248,4 @@ def test_what_experts_do_not_have_is_refused(chosen, tmp_path):
 
 
 if __name__ == "__main__":
-    result = trained("qwen2_moe", "l1", 2, processes=2)
-    if torch.distributed.get_rank() == 0:
-        torch.save(result, sys.argv[1])
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads now and then abort the interpreter's own shutdown
+    leave(trained("qwen2_moe", "l1", 2, processes=2), sys.argv[1])
