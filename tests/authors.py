@@ -84,10 +84,7 @@ class SparseQwen2ForCausalLM(_Sparse, Qwen2ForCausalLM):
     config_class = SparseQwen2Config
 
 
-CLASSES = {
-    "llama": (SparseLlamaForCausalLM, SparseLlamaConfig),
-    "qwen2": (SparseQwen2ForCausalLM, SparseQwen2Config),
-}
+CLASSES = {"llama": (SparseLlamaForCausalLM, SparseLlamaConfig), "qwen2": (SparseQwen2ForCausalLM, SparseQwen2Config)}
 for _model, _config in CLASSES.values():
     _config.register_for_auto_class()
     _model.register_for_auto_class("AutoModelForCausalLM")

@@ -1,5 +1,7 @@
 import importlib.util
+import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,11 +15,13 @@ os.environ.update(
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from hf_twell.cli import main
 from hf_twell.dispatch import limits
 from hf_twell.ops import api
-from tests.paths import DEMO, HELDOUT, ROOT
+from tests.ffn_cases import DTYPES, ISAS
+from tests.paths import HELDOUT, MODEL, ROOT
 
 # Else DeepSpeed, where it is installed, warns on the stdout of whichever test imports it first.
 if not torch.cuda.is_available():
@@ -34,10 +38,28 @@ def finished(*command, **options) -> subprocess.CompletedProcess:
     return subprocess.run([*map(str, command)], capture_output=True, text=True, env=environment, **options)
 
 
+def started(*arguments, **options) -> subprocess.Popen:
+    """`hf-twell` in a process of its own, by this checkout, which Ctrl-C reaches; with other options of `Popen`."""
+    options["env"] = {**os.environ, "PYTHONPATH": str(ROOT)} | options.get("env", {})
+    # A shell that runs the tests in the background has them ignore the signal, and children inherit that.
+    options["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
+    return subprocess.Popen([*COMMAND, *map(str, arguments)], **options)
+
+
 def in_two_processes(*module) -> None:
     launch = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", "-m")
     done = finished(*launch, *module, cwd=ROOT, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def leave(results, path) -> None:
+    """Ends a process of a group, whose first writes the results."""
+    if torch.distributed.get_rank() == 0:
+        torch.save(results, path)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads now and then abort the interpreter's own shutdown
 
 
 def write_recipe(folder: Path, settings: str, documents: int) -> Path:
@@ -47,7 +69,7 @@ def write_recipe(folder: Path, settings: str, documents: int) -> Path:
         (folder / f"{name}.txt").write_text("<|endoftext|>\n".join(text[:length] for text in texts[:count]))
     path = folder / "recipe.yaml"
     path.write_text(
-        f"model: {DEMO / 'model'}\noutput_dir: out\ntrain: train.txt\nheldout: [heldout.txt]\nsequence_length: 32\n"
+        f"model: {MODEL}\noutput_dir: out\ntrain: train.txt\nheldout: [heldout.txt]\nsequence_length: 32\n"
         "training: {max_steps: 4, per_device_train_batch_size: 2, logging_steps: 1, save_steps: 2, use_cpu: true}\n"
         f"{settings}\n"
     )
@@ -100,9 +122,9 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-@pytest.fixture
+@pytest.fixture(params=ISAS)
 def isa(request, monkeypatch):
-    """The CPU kernels of one instruction set, by indirect parameter; a skip where this processor lacks it."""
+    """The CPU kernels of one instruction set; a skip where this processor lacks it."""
     monkeypatch.setenv("HF_TWELL_CPU_ISA", request.param)
     try:
         api.ffn(torch.zeros(1, 8), torch.zeros(4, 8), torch.zeros(8, 4), backend="cpu")
@@ -111,6 +133,44 @@ def isa(request, monkeypatch):
             raise
         pytest.skip(str(error))
     return request.param
+
+
+@pytest.fixture(params=DTYPES)
+def dtype(request):
+    return request.param
+
+
+@pytest.fixture
+def run_json(capsys):
+    """A function: what `hf-twell` prints as JSON for these arguments."""
+
+    def run(*arguments) -> dict:
+        capsys.readouterr()
+        assert main([*map(str, arguments), "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    return run
+
+
+@pytest.fixture
+def error_line(capsys):
+    """A function: the one line in which `hf-twell` with these arguments ends, after whatever it did before."""
+
+    def run(*arguments) -> str:
+        capsys.readouterr()
+        assert main([*map(str, arguments)]) == 1
+        lines = capsys.readouterr().err.strip().splitlines()
+        assert [line for line in lines if line.startswith("hf-twell: error: ")] == lines[-1:]
+        assert not any("Traceback" in line for line in lines)
+        return lines[-1]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """That of the demo model."""
+    return AutoTokenizer.from_pretrained(MODEL)
 
 
 @pytest.fixture

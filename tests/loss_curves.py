@@ -5,7 +5,6 @@ by "kernels" or "reference", its second, and writes the curve to the file named 
 """
 
 import functools
-import os
 import sys
 
 import torch
@@ -13,7 +12,7 @@ import torch
 import hf_twell
 from hf_twell import L1Penalty
 from hf_twell.ops import api
-from tests.conftest import tiny_llama
+from tests.conftest import leave, tiny_llama
 
 WORDS, SUCCESSORS, LENGTH = 96, 8, 64
 SIZES = {"vocab_size": WORDS, "hidden_size": 64, "intermediate_size": 1024, "num_hidden_layers": 2}
@@ -101,13 +100,7 @@ def main(kind: str, name: str, output: str, steps: int, batch: int = 8) -> None:
     device, rank = accelerator.device, accelerator.process_index
     backend = device.type if name == "kernels" else name
     curve = train(backend, steps=steps, device=device, batch=batch, rank=rank, accelerator=accelerator)
-    if rank == 0:
-        torch.save({**curve, "wrapped": accelerator.distributed_type.value}, output)
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
-    # The curve is written; gloo's threads now and then abort the interpreter's own shutdown.
-    sys.stdout.flush()
-    os._exit(0)
+    leave({**curve, "wrapped": accelerator.distributed_type.value}, output)
 
 
 if __name__ == "__main__":

@@ -7,20 +7,9 @@ import transformers as tf
 from torch import nn
 
 from hf_twell.blocks.architectures import find_ffns
+from tests.conftest import TINY
 
-TEXT = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.2,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+TEXT = {**TINY, "intermediate_size": 40, "num_hidden_layers": 2, "bos_token_id": 1, "eos_token_id": 2}
 ROUTED = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 SHARED = {**ROUTED, "shared_expert_intermediate_size": 16}
 LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}

@@ -4,7 +4,6 @@ Run under torchrun, it writes the gradients of several set-ups to the file named
 """
 
 import functools
-import os
 import sys
 import tempfile
 
@@ -13,7 +12,7 @@ from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback, T
 
 from hf_twell import L1Penalty, SparsityCallback, sparsify
 from hf_twell.train.distillation import Distillation
-from tests.conftest import tiny_llama
+from tests.conftest import leave, tiny_llama
 
 LENGTHS = (5, 23, 9, 31, 3, 17, 12, 8)
 LABELS = sum(length - 1 for length in LENGTHS)
@@ -70,10 +69,17 @@ def flat_gradient(model) -> torch.Tensor:
     return torch.cat([parameter.grad.flatten() for parameter in trained]).clone()
 
 
-def make_trainer(folder, kind=Trainer, model=None, collator=None, **arguments) -> Trainer:
-    """A trainer of one step over all rows, unless `arguments` say otherwise; of a sparse model where none is given."""
+def make_trainer(folder, kind=Trainer, model=None, collator=None, term=None, **arguments) -> Trainer:
+    """A trainer of one step over all rows, unless `arguments` say otherwise; of a sparse model where none is given.
+
+    Args:
+        term: options of a SparsityCallback for it.
+    """
     args = TrainingArguments(str(folder), **{**ONE_STEP, **arguments})
-    return kind(model or sparsify(tiny_llama()), args, train_dataset=rows(), data_collator=collator or pad)
+    trainer = kind(model or sparsify(tiny_llama()), args, train_dataset=rows(), data_collator=collator or pad)
+    if term is not None:
+        trainer.add_callback(SparsityCallback(trainer, **term))
+    return trainer
 
 
 def trainer_gradient(
@@ -204,10 +210,4 @@ if __name__ == "__main__":
             for share in (None, SHARE):
                 gradient, logs = trainer_gradient(kind, layout, accumulation, processes=2, share=share)
                 results[kind, layout, accumulation, share] = (gradient, logs)
-    if int(torch.distributed.get_rank()) == 0:
-        torch.save(results, sys.argv[1])
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
-    # The results are written; gloo's threads now and then abort the interpreter's own shutdown.
-    sys.stdout.flush()
-    os._exit(0)
+    leave(results, sys.argv[1])

@@ -110,5 +110,75 @@ def assert_as_good_as_eager(function, case, quantize_x=False, other_eager=None):
     assert error <= bound, f"error {error:.2e}, at most {bound:.2e} is allowed"
 
 
+def strided(case):
+    """The same case: x of many dimensions in another order, weights and scales that are parts of larger tensors."""
+    x, bits = case["x"].unflatten(0, (3, 4, -1)), {name: case[name].view(torch.int8) for name in WEIGHTS}
+    parts = {"w_up": torch.stack([bits["w_up"]] * 2, 1)[:, 0]}
+    for name in ("w_gate", "w_down"):
+        parts[name] = torch.cat([bits[name]] * 2, 1)[:, : bits[name].shape[1]]
+    return case | {
+        "x": x.transpose(0, 2).contiguous().transpose(0, 2),
+        **{name: values.view(case[name].dtype) for name, values in parts.items()},
+        "s_down": torch.stack([case["s_down"].flatten()] * 2, 1)[:, 0],
+        "s_up": case["s_up"].flatten(),
+    }
+
+
+def assert_scales_reach_their_own_sums(function, case, assert_right):
+    """Those of zero; and of NaN and infinity, of which a column of y follows its row of down_proj, and no other."""
+    for name in ("up", "gate"):
+        case[f"s_{name}"][::3] = 0
+        case[f"w_{name}"].view(torch.int8)[::3] = 0
+    case["s_down"][::5] = 0
+    assert_right(case)
+    plain, kept = function(**case), torch.arange(len(case["s_down"])) != 7
+    for value in (float("nan"), float("inf")):
+        broken = case | {"s_down": case["s_down"].clone()}
+        broken["s_down"][7] = value
+        y = function(**broken)
+        assert not y[:, 7].isfinite().any()
+        assert torch.equal(y[:, kept], plain[:, kept])
+    broken = case | {"s_gate": case["s_gate"].clone()}
+    broken["s_gate"][5] = float("nan")
+    assert function(**broken).isnan().any(1).all(), "a NaN gate counts as active, as relu keeps it"
+
+
+def assert_nan_weights_reach_their_own_sums(function, case):
+    """Of a case in fp8, whose masks no rounding changes."""
+    plain, hidden = function(**case), case["x"].shape[1]
+    active_TF = reference.linear(case["x"].float(), case["w_gate"], case["s_gate"]) > 0
+    neuron = active_TF[0].nonzero()[0].item()
+    active = active_TF[:, neuron]
+
+    def broken(name, row, column, value):
+        values = case[name].clone()
+        values.view(torch.int8)[row, column] = value
+        return function(**case | {name: values})
+
+    assert broken("w_gate", 5, 3, 0x7F).isnan().all(), "a NaN gate counts as active, for every token"
+    y = broken("w_up", neuron, hidden - 1, -1)  # 0xff
+    assert y[active].isnan().all()
+    kept = ~y.isnan().all(1)  # of others h is 0, times NaN or left out
+    assert torch.equal(y[kept], plain[kept])
+    y = broken("w_down", 7, neuron, 0x7F)
+    assert y[active, 7].isnan().all()
+    kept = ~y[:, 7].isnan()
+    assert torch.equal(y[kept, 7], plain[kept, 7])
+    others = torch.arange(hidden) != 7
+    assert torch.equal(y[:, others], plain[:, others])
+
+
+def assert_compiles_and_replays(function, case):
+    expected = function(**case)
+    assert torch.equal(torch.compile(lambda **inputs: function(**inputs), fullgraph=True)(**case), expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = function(**case)
+    for factor in (1.0, -1.0, 3.0):
+        case["x"] *= factor
+        graph.replay()
+        assert torch.equal(y, function(**case))
+
+
 def _wide(tensor):
     return None if tensor is None else tensor.double()

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import re
 import signal
 import subprocess
@@ -12,8 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.conftest import COMMAND
-from tests.paths import ROOT
+from tests.conftest import started
 
 
 class Server(NamedTuple):
@@ -44,15 +42,7 @@ def serving(folder: Path, *arguments: str | Path, **environment: str) -> Iterato
     """A server that is ready; afterwards it ends at Ctrl-C, without an error."""
     errors = folder / "stderr"
     with errors.open("w") as stderr:
-        process = subprocess.Popen(
-            [*COMMAND, "serve", *map(str, arguments)],
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-            # A shell that runs the tests in the background has them ignore the signal, and children inherit that.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        )
+        process = started("serve", *arguments, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment)
     try:
         lines = []
         for line in process.stdout:

@@ -3,11 +3,9 @@
 Run under torchrun with a folder that holds the models `sparse` and `dense`; writes `results.pt` and `saved` into it.
 """
 
-import os
 import sys
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -17,7 +15,7 @@ from transformers.distributed import DistributedConfig
 
 from hf_twell import L1Penalty, TwellLlamaForCausalLM, measure_sparsity, sparsify
 from hf_twell.blocks.modeling import sparse_ffns
-from tests.conftest import ids, logits
+from tests.conftest import ids, leave, logits
 
 PLAN = {"gate_proj": ColwiseParallel, "up_proj": ColwiseParallel, "down_proj": RowwiseParallel}
 
@@ -80,10 +78,4 @@ if __name__ == "__main__":
         "measure": refusal(measure_sparsity, by_tensors, [ids()]),
         "L1 term": refusal(l1_step, by_tensors),
     }
-    if dist.get_rank() == 0:
-        torch.save({"exact": exact, "refused": refused}, folder / "results.pt")
-    dist.barrier()
-    dist.destroy_process_group()
-    # The results are written; gloo's threads now and then abort the interpreter's own shutdown.
-    sys.stdout.flush()
-    os._exit(0)
+    leave({"exact": exact, "refused": refused}, folder / "results.pt")

@@ -12,23 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers as tf
 from safetensors.torch import load_file
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
 
 import hf_twell
 from hf_twell.bench.compressed import quantize_folder
-from tests.paths import ROOT
+from tests.paths import MODEL
 
 PYTHON = Path(f"{sys.prefix}-vllm") / "bin" / "python"
 if not PYTHON.exists() and importlib.util.find_spec("vllm"):
@@ -41,10 +30,10 @@ TIMEOUT_S = 900  # of several engines on two cores that others use, too
 SAME, ROUNDED = 2e-5, 0.01
 AS_NEAR = 1.25  # in 16 and 8 bits: our error over that of vLLM's own blocks, at most
 FAMILIES = {
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "mistral": (MistralConfig, MistralForCausalLM),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "llama": (tf.LlamaConfig, tf.LlamaForCausalLM),
+    "mistral": (tf.MistralConfig, tf.MistralForCausalLM),
+    "qwen2": (tf.Qwen2Config, tf.Qwen2ForCausalLM),
+    "qwen3": (tf.Qwen3Config, tf.Qwen3ForCausalLM),
 }
 # In float32 and at a low density, a block of these sizes takes kernels for one token, two, and from four on.
 SIZES = {
@@ -82,9 +71,8 @@ def save(model, folder, density=0.03, **entry) -> str:
 
 def save_demo(folder) -> str:
     """The demo model with ReLU in place of SiLU, and its tokenizer."""
-    demo = ROOT / "recipes" / "demo" / "model"
-    path = save(AutoModelForCausalLM.from_pretrained(demo, dtype="float32"), folder)
-    AutoTokenizer.from_pretrained(demo).save_pretrained(path)
+    path = save(tf.AutoModelForCausalLM.from_pretrained(MODEL, dtype="float32"), folder)
+    tf.AutoTokenizer.from_pretrained(MODEL).save_pretrained(path)
     return path
 
 

@@ -4,7 +4,6 @@ import argparse
 import importlib.util
 import json
 import lzma
-import os
 import signal
 import subprocess
 import threading
@@ -15,8 +14,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_twell
-from hf_twell.bench.plot import plot
-from hf_twell.bench.serve import Load, Prompts, Side, check_load, compare_texts, in_bursts
+from hf_twell.bench.serve import Prompts, Side, compare_texts, in_bursts
 from hf_twell.bench.serve_client import read_answer
 from hf_twell.bench.serve_process import free_port, serving
 from hf_twell.bench.serve_summary import overlap, pairs, ratio, summary
@@ -24,11 +22,10 @@ from hf_twell.cli import bench, main
 from hf_twell.cli.bench_serve import command, prompts_of
 from hf_twell.cli.bench_table import CELLS
 from hf_twell.files.packages import how_to_install
-from tests.conftest import COMMAND
-from tests.paths import ROOT
+from tests.conftest import COMMAND, finished, started
+from tests.paths import DEMO, ROOT
 from tests.vllm_engines import PYTHON, TIMEOUT_S, environment, needs_vllm
 
-DEMO = ROOT / "recipes" / "demo"
 SMALL = ["--prompt-tokens", "12", "--new-tokens", "6", "--prefill-tokens", "40", "--repeats", "2"]
 
 
@@ -43,11 +40,6 @@ def sparse(tmp_path_factory) -> Path:
     config["twell"] |= {"density": [0.03] * 4, "unions": {"64": [0.1, 0.1, 0.2, 0.2]}}
     (folder / "config.json").write_text(json.dumps(config))
     return folder
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(DEMO / "model")
 
 
 # What is made of figures.
@@ -92,12 +84,6 @@ def test_the_table_has_a_line_for_each_setting():
     assert (first["dense ttft ms"], first["sparse tpot ms"]) == (5, 2)
     assert (second["at once"], second["sparse tokens/s"], second["sparse / dense"]) == (16, "", ""), "after Ctrl-C"
     assert "round" not in head
-
-
-def test_the_figure_is_drawn_from_both_sides(tmp_path):
-    prefill = row("sparse", [9000], measured="prefill")
-    plot([row("dense", [10, 12]), row("sparse", [30, 20]), prefill], tmp_path / "serve.png")
-    assert (tmp_path / "serve.png").stat().st_size > 1000
 
 
 # What is read of a stream.
@@ -154,14 +140,6 @@ def test_a_text_shorter_than_a_prompt_is_repeated(tokenizer):
     assert len(tokenizer(prompt)["input_ids"]) in (39, 40)
     with pytest.raises(ValueError, match="has no words"):
         Prompts(tokenizer, " \n")
-
-
-def test_more_tokens_than_the_context_are_refused():
-    check_load(Load("decode", 1, 60, 4), 64)
-    with pytest.raises(ValueError, match="--prompt-tokens 61 and 4 new tokens are more than the context of 64"):
-        check_load(Load("decode", 1, 61, 4), 64)
-    with pytest.raises(ValueError, match="--prefill-tokens 64 and 1 new"):
-        check_load(Load("prefill", 1, 64, 1), 64)
 
 
 # What is asked about the answers.
@@ -223,14 +201,11 @@ def test_both_sides_are_one_command_but_for_the_kernels():
         (["{sparse}", "--", "--enforce-eager"], "arguments after -- are for vLLM, and the engine is Transformers"),
     ],
 )
-def test_mistakes_are_told_before_a_server_starts(more, says, sparse, tmp_path, capsys):
+def test_mistakes_are_told_before_a_server_starts(more, says, sparse, tmp_path, error_line):
     names = {"sparse": sparse, "absent": tmp_path / "absent"}
-    more = [argument.format(**names) for argument in more]
+    model, *more = [argument.format(**names) for argument in more]
     begun = time.monotonic()
-    assert main(["bench", "serve", *more[:1], "--engine", "transformers", *more[1:]]) == 1
-    line = capsys.readouterr().err.strip().splitlines()[-1]
-    assert line.startswith("hf-twell: error: ")
-    assert says in line
+    assert says in error_line("bench", "serve", model, "--engine", "transformers", *more)
     assert time.monotonic() - begun < 8
 
 
@@ -242,12 +217,12 @@ def test_prompts_are_of_the_documents_of_packed_texts_too(sparse, tmp_path):
     assert plain.words == packed.words == words.replace("<|endoftext|>", "").split()
 
 
-def test_a_missing_vllm_is_told(sparse, capsys):
+def test_a_missing_vllm_is_told(sparse, error_line):
     pytest.importorskip("fastapi")
     if importlib.util.find_spec("vllm"):
         pytest.skip("vLLM is installed here")
-    assert main(["bench", "serve", str(sparse), "--engine", "vllm"]) == 1
-    assert f"--engine vllm, but vLLM is not installed: {how_to_install('vllm')}" in capsys.readouterr().err
+    line = error_line("bench", "serve", sparse, "--engine", "vllm")
+    assert f"--engine vllm, but vLLM is not installed: {how_to_install('vllm')}" in line
 
 
 @pytest.mark.slow
@@ -322,14 +297,8 @@ def test_a_server_that_dies_while_it_answers_is_told(sparse, tmp_path):
 def test_ctrl_c_stops_the_server_and_shows_what_was_measured(sparse, tmp_path):
     pytest.importorskip("fastapi")
     options = [*SMALL, "--engine", "transformers", "--device", "cpu", "--concurrency", "1", "--repeats", "60"]
-    process = subprocess.Popen(
-        [*COMMAND, "bench", "serve", str(sparse), *options, "--output", str(tmp_path), "--json"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+    arguments = ("bench", "serve", sparse, *options, "--output", tmp_path, "--json")
+    process = started(*arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     rows, children = tmp_path / "bench.jsonl", Path(f"/proc/{process.pid}/task/{process.pid}/children")
     try:
         while not (rows.exists() and rows.read_text().count("\n")):
@@ -354,13 +323,8 @@ def test_ctrl_c_stops_the_server_and_shows_what_was_measured(sparse, tmp_path):
 def test_vllm_serves_both_sides(sparse, tmp_path):
     options = [*SMALL, "--engine", "vllm", "--concurrency", "1", "2", "--dtype", "float32", "--json"]
     options += ["--", "--max-model-len", "64", "--enforce-eager"]
-    done = subprocess.run(
-        [str(PYTHON), "-m", "hf_twell", "bench", "serve", str(sparse), *options],
-        env=environment(tmp_path, PYTHONPATH=str(ROOT)),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    env = environment(tmp_path, PYTHONPATH=str(ROOT))
+    done = finished(PYTHON, "-m", "hf_twell", "bench", "serve", sparse, *options, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = json.loads(done.stdout)["rows"]
     assert [(row["side"], row["kernels"]) for row in rows] == [("dense", False)] * 3 + [("sparse", True)] * 3

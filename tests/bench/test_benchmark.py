@@ -37,6 +37,7 @@ from tests.convert.test_own_type import dense
 from tests.paths import DEMO, HELDOUT, ROOT
 
 TINY = {"hidden": 128, "intermediate": 512, "layers": 2, "vocabulary": 2048}
+TINY_SIZES = [str(item) for name, value in TINY.items() for item in (f"--{name}", value)]
 
 
 def run(capsys, *arguments):
@@ -57,12 +58,6 @@ def test_workload_has_the_statistics_of_sparse_models():
     assert rate[:64].sum() > 0.1 * rate.sum(), "hot neurons"
     apart = workload.distinct_neurons(active[torch.randperm(2048)])
     assert workload.distinct_neurons(active) < 0.95 * apart, "neighbours share neurons"
-
-
-def test_distinct_neurons_by_hand():
-    active = torch.tensor([[1, 0, 0], [1, 0, 0], [0, 1, 0], [0, 0, 1], [1, 1, 1]]) > 0
-    assert workload.distinct_neurons(active, 2) == 1.5
-    assert workload.distinct_neurons(active, 64) == 3
 
 
 @pytest.fixture(scope="module")
@@ -144,9 +139,8 @@ def test_rows_without_kernels_say_so(tmp_path):
 
 
 def test_shapes_of_models_keep_the_density(capsys):
-    rows = run(
-        capsys, "ffn", "--shape", "smollm2-135m", "--tokens", 2, "--repeats", 1, "--no-compile", "--device", "cpu"
-    )
+    options = ("--tokens", 2, "--repeats", 1, "--no-compile", "--device", "cpu")
+    rows = run(capsys, "ffn", "--shape", "smollm2-135m", *options)
     assert (rows[0]["hidden"], rows[0]["intermediate"]) == (576, 1536)
     assert rows[0]["requested_l0"] == pytest.approx(30 * 1536 / 5632, abs=1e-3)
     head, (cells,) = CELLS["ffn"](rows)
@@ -287,15 +281,12 @@ def test_sixteen_tokens_of_one_sequence_have_the_union_of_their_kind():
 
 @pytest.mark.slow
 def test_bench_prefill_writes_rows_and_a_plot(tmp_path, capsys):
-    sizes = [item for name, value in TINY.items() for item in (f"--{name}", value)]
     rows = run(
-        capsys, "prefill", *sizes, "--l0", 12, "--batch", 2, "--length", 512, "--repeats", 1, "--device", "cpu",
+        capsys, "prefill", *TINY_SIZES, "--l0", 12, "--batch", 2, "--length", 512, "--repeats", 1, "--device", "cpu",
         "--dtype", "float32", "--output", tmp_path,
     )  # fmt: skip
     (row,) = rows
-    ours, theirs = (
-        min(row[f"{n}_ms"] for n in names) for names in (("sparse", "sparse_compiled"), ("eager", "compiled"))
-    )
+    ours, theirs = min(row["sparse_ms"], row["sparse_compiled_ms"]), min(row["eager_ms"], row["compiled_ms"])
     assert row["speedup"] == pytest.approx(theirs / ours, abs=0.01)
     assert row["logits_difference"] < 1e-5
     if row["backend"] == "cpu":  # whose sums are in another order
@@ -323,9 +314,8 @@ def test_bench_generate_gives_the_same_tokens_in_fp32():
 
 
 def test_bench_generate_of_steps_alone_draws_its_figure(tmp_path, capsys):
-    sizes = [item for name, value in TINY.items() for item in (f"--{name}", value)]
     (row,) = run(
-        capsys, "generate", *sizes, "--l0", 12, "--new-tokens", 32, "--repeats", 1, "--device", "cpu",
+        capsys, "generate", *TINY_SIZES, "--l0", 12, "--new-tokens", 32, "--repeats", 1, "--device", "cpu",
         "--dtype", "float32", "--steps-only", "--output", tmp_path, "--heads", 4, "--kv-heads", 2,
     )  # fmt: skip
     assert (row["heads"], row["kv_heads"], row["new_tokens"], row["batch"]) == (4, 2, 32, 1)
@@ -383,22 +373,17 @@ def test_bench_prefill_of_ones_own_model(own, tmp_path, capsys):
         (["prefill", "{own}", "--text", "{text}", "--l0", "3"], "--l0 is for random models; leave it out for "),
         (["generate", "--text", "{text}"], "--text goes with a MODEL"),
         (["generate", "{dense}", "--text", "{text}"], "is not sparse (activation: silu); convert it with hf-twell"),
-        (
-            ["prefill", "{own}", "--text", "{text}", "--batch", "90"],
-            "90 sequences of 512 take 46,080; give more",
-        ),
+        (["prefill", "{own}", "--text", "{text}", "--batch", "90"], "90 sequences of 512 take 46,080; give more"),
     ],
 )
-def test_own_models_that_cannot_be_measured_are_refused(own, arguments, says, capsys):
+def test_own_models_that_cannot_be_measured_are_refused(own, arguments, says, error_line):
     names = {"own": own[0], "text": own[2], "dense": str(DEMO / "model")}
-    assert main(["bench", *(argument.format(**names) for argument in arguments), "--device", "cpu"]) == 1
-    assert says in capsys.readouterr().err
+    assert says in error_line("bench", *(argument.format(**names) for argument in arguments), "--device", "cpu")
 
 
 def test_the_bar_says_what_is_being_done(capsys):
-    sizes = [item for name, value in TINY.items() for item in (f"--{name}", str(value))]
     arguments = ["--l0", "12", "--new-tokens", "32", "--repeats", "1", "--device", "cpu", "--dtype", "float32"]
-    assert main(["bench", "generate", *sizes, *arguments]) == 0
+    assert main(["bench", "generate", *TINY_SIZES, *arguments]) == 0
     shown = capsys.readouterr().err
     phases = ["making the model", "calibrating", "choosing texts", "checking", "timing dense_step, turn 1 of 2"]
     places = [shown.index(phase) for phase in [*phases, "timing generate, eager, turn 1 of 1"]]
@@ -500,9 +485,8 @@ def test_bench_train_writes_rows_and_a_plot(tmp_path, capsys, monkeypatch):
         return ffn(*args, l1_scale=l1_scale, **options)
 
     monkeypatch.setattr(api, "ffn", recording)
-    sizes = [item for name, value in TINY.items() for item in (f"--{name}", value)]
     (row,) = run(
-        capsys, "train", *sizes, "--l0", 12, "--batch", 2, "--length", 256, "--repeats", 1, "--device", "cpu",
+        capsys, "train", *TINY_SIZES, "--l0", 12, "--batch", 2, "--length", 256, "--repeats", 1, "--device", "cpu",
         "--dtype", "float32", "--no-compile", "--output", tmp_path,
     )  # fmt: skip
     assert row["speedup"] == pytest.approx(row["eager_ms"] / row["sparse_ms"], abs=0.01)
@@ -535,8 +519,9 @@ def test_bench_train_goes_on_without_a_compiler(monkeypatch, capsys):
         raise RuntimeError("no compiler here\nand more")
 
     monkeypatch.setattr(torch.nn.Module, "compile", no_compiler)
-    sizes = [item for name, value in TINY.items() for item in (f"--{name}", value)]
-    (row,) = run(capsys, "train", *sizes, "--l0", 12, "--batch", 1, "--length", 64, "--repeats", 1, "--device", "cpu")
+    (row,) = run(
+        capsys, "train", *TINY_SIZES, "--l0", 12, "--batch", 1, "--length", 64, "--repeats", 1, "--device", "cpu"
+    )
     assert row["absent"]["sparse_compiled"] == "RuntimeError: no compiler here"
     assert "sparse_ms" in row
     assert "compiled_ms" not in row
@@ -580,10 +565,7 @@ def test_sizes_that_are_none(capsys, mode, option, value):
     [
         ("ffn --intermediate 128 --l0 5 129", "--l0 129 of 128 neurons; give more than 0 and at most 128"),
         ("ffn --l0 0", "--l0 0 of 5,632 neurons"),
-        (
-            "ffn --l0 563.2 --union 0.05",
-            "--union 0.05 where --l0 563.2 of 5,632 neurons are active for a token; give a",
-        ),
+        ("ffn --l0 563.2 --union 0.05", "--union 0.05 where --l0 563.2 of 5,632 neurons are active for a token; give"),
         ("ffn --l0 5 9 30 --union 0.2 0.4", "--union has 2 shares for 3 of --l0; give one, or one for each"),
         ("ffn --layer 3", "--layer is of a measured model; name it with --activity"),
         ("ffn --activity figures.json --l0 50", "--activity gives density and unions; leave --l0 and --union out"),
@@ -613,22 +595,13 @@ def test_options_of_another_mode_are_refused(capsys, arguments):
 
 def test_tables_show_each_figure_below_its_name():
     row = {"hidden": 64, "intermediate": 344, "tokens": 16, "l0": 8.5, "density": 0.0247, "error": 0.003}
-    row |= {"unions": {"16": 0.1234}}
+    row |= {"unions": {"16": 0.1234}, "speedup": 2.5}
     row |= {"error_eager": 0.004, "eager_ms": 5.0, "sparse_ms": 2.0, "took": "kernels", "sparse_mj_per_token": 7.0}
-    head, cells = CELLS["ffn"]([{**row, "speedup": 2.5}])
-    assert [dict(zip(head, line, strict=True)) for line in cells] == [
-        {
-            **{
-                "D x F": "64 x 344",
-                "tokens": 16,
-                "L0": 8.5,
-                "density": "2.47 %",
-                "union of 16 / 64 / 128 tokens": "12.3 / n/a / n/a %",
-                "error / eager's": "0.003 / 0.004",
-            },
-            **{"eager ms": 5.0, "sparse ms": 2.0, "took": "kernels", "sparse mj per token": 7.0, "speed-up": "2.50x"},
-        }
-    ]
+    shown = {"D x F": "64 x 344", "tokens": 16, "L0": 8.5, "density": "2.47 %"}
+    shown |= {"union of 16 / 64 / 128 tokens": "12.3 / n/a / n/a %", "error / eager's": "0.003 / 0.004"}
+    shown |= {"eager ms": 5.0, "sparse ms": 2.0, "took": "kernels", "sparse mj per token": 7.0, "speed-up": "2.50x"}
+    head, (cells,) = CELLS["ffn"]([row])
+    assert dict(zip(head, cells, strict=True)) == shown
     row = {"layers": 2, "batch": 4, "layer_l0": [12.0, 11.0], "layer_distinct_64": [90.0, 80.0], "eager_ms": 5.0}
     row |= {"workload_distinct_64": 85.0, "sparse_ms": 2.0, "speedup": 2.5, "sparse_tokens_per_s": 3.0}
     head, cells = CELLS["train"]([{**row, "compiled_ms": 4.0}, row])
@@ -700,12 +673,11 @@ def test_bench_on_a_gpu(tmp_path, capsys):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_bench_of_a_dynamic_block_that_is_too_dense_for_kernels(capsys):
+def test_bench_of_a_dynamic_block_that_is_too_dense_for_kernels(run_json):
     """Compiled, with h in 16 bits and, as torchao's own config has it, in 8."""
     pytest.importorskip("torchao.quantization")
     sizes = ["--hidden", "512", "--intermediate", "1408", "--l0", "700", "--tokens", "1024", "--repeats", "1"]
-    assert main(["bench", "ffn", "--weights", "fp8-dynamic", *sizes, "--device", "cuda", "--json"]) == 0
-    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    (row,) = run_json("bench", "ffn", "--weights", "fp8-dynamic", *sizes, "--device", "cuda")["rows"]
     assert row["took"] == "plain matmuls"
     assert min(row["sparse_compiled_ms"], row["sparse_h_compiled_ms"]) > 0
 
@@ -721,23 +693,21 @@ def test_a_block_of_any_hidden_size(hidden):
     ("weights", "took", "order"),
     [("int8", "kernels", "columns"), ("fp8", "plain matmuls", "rows"), ("fp8-dynamic", "plain matmuls", "rows")],
 )
-def test_bench_ffn_in_eight_bits(capsys, weights, took, order):
+def test_bench_ffn_in_eight_bits(error_line, run_json, weights, took, order):
     """Beside the plain block and torchao's own matmuls, in one row; what it cannot measure it refuses."""
     pytest.importorskip("torchao.quantization")
     command = ["bench", "ffn", "--weights", weights, "--hidden", "512", "--intermediate", "1408", "--l0", "8"]
-    assert main([*command, "--tokens", "3", "--repeats", "1", "--no-compile", "--device", "cpu", "--json"]) == 0
-    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    (row,) = run_json(*command, "--tokens", "3", "--repeats", "1", "--no-compile", "--device", "cpu")["rows"]
     assert (row["weights"], row["took"], row["down_stored_by"]) == (weights, took, order)
     for name in ("eager_ms", "torchao_ms", "sparse_plain_ms", "sparse_ms", "speedup_same_weights", "speedup_plain"):
         assert row[name] > 0
     assert row["error"] <= max(2 * row["error_eager"], 2**-7)
     assert ("scaled_mm_ms" in row) == (weights == "fp8-dynamic")
-    assert main([*command, "--backward"]) == 1
-    assert f"--weights {weights} measures forward alone" in capsys.readouterr().err
+    assert f"--weights {weights} measures forward alone" in error_line(*command, "--backward")
 
 
 @pytest.mark.slow
-def test_bench_ffn_of_several_kinds_of_weights(capsys, tmp_path):
+def test_bench_ffn_of_several_kinds_of_weights(capsys, tmp_path, error_line):
     """One table and one figure; bf16 are the rows that come without the option."""
     pytest.importorskip("torchao.quantization")
     sizes = ["--hidden", "512", "--intermediate", "1408", "--l0", "20", "--tokens", "70", "--repeats", "1"]
@@ -750,7 +720,5 @@ def test_bench_ffn_of_several_kinds_of_weights(capsys, tmp_path):
     assert [row.get("weights") for row in rows] == [None, "fp8-dynamic"]
     assert "scaled_mm_ms" in rows[1]
     assert (tmp_path / "bench.png").stat().st_size > 0
-    assert main([*command, "--dtype", "float16"]) == 1
-    assert "--weights bf16 fp8-dynamic with --dtype float16" in capsys.readouterr().err
-    assert main([*command[:-2], "fp8-dynamic", "--hidden", "500"]) == 1
-    assert "torchao takes bfloat16 and multiples of 16" in capsys.readouterr().err
+    assert "--weights bf16 fp8-dynamic with --dtype float16" in error_line(*command, "--dtype", "float16")
+    assert "torchao takes bfloat16 and multiples of 16" in error_line(*command[:-2], "fp8-dynamic", "--hidden", "500")

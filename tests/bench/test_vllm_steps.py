@@ -3,7 +3,6 @@
 import argparse
 import json
 import os
-import subprocess
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from hf_twell.bench.progress import silent
 from hf_twell.bench.vllm_steps import busy_us, graph_steps, kernels_us, span_us
 from hf_twell.cli.bench_table import CELLS
 from hf_twell.cli.bench_vllm import save_llama
-from tests.conftest import tiny_llama
+from tests.conftest import finished, tiny_llama
 from tests.paths import DEMO, HELDOUT
 from tests.vllm_engines import PYTHON, TIMEOUT_S, environment, needs_vllm, save, tiny
 
@@ -78,14 +77,8 @@ def test_both_engines(tmp_path):
     AutoTokenizer.from_pretrained(DEMO / "model").save_pretrained(model)
     options = ["--batch", "1", "2", "--prefill", "2", "--prompt-tokens", "20", "--length", "50", "--new-tokens", "8"]
     options += [model, "--text", str(HELDOUT), "--dtype", "float32"]
-    done = subprocess.run(
-        [str(PYTHON), "-m", "hf_twell", "bench", "vllm", *options, "--repeats", "2", "--json"],
-        cwd=tmp_path,
-        env=environment(tmp_path, PYTHONPATH=os.getcwd()),
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
+    command = [PYTHON, "-m", "hf_twell", "bench", "vllm", *options, "--repeats", "2", "--json"]
+    done = finished(*command, cwd=tmp_path, env=environment(tmp_path, PYTHONPATH=os.getcwd()), timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     rows = json.loads(done.stdout)["rows"]
     loads = [("decode", 1), ("decode", 2), ("prefill", 2)]

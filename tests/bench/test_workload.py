@@ -29,10 +29,8 @@ def test_a_density_and_a_union_of_64_give_the_unions_of_models_that_share(shape,
     assert active.double().mean().item() == pytest.approx(density, abs=0.002)
     for run, share in zip((16, 64, 128), wanted, strict=True):
         assert by_hand(active, run) == pytest.approx(share, abs=0.01), run
-        # Without the dense first tokens of a sequence, which are in one run of either.
-        assert by_hand(active[37:1000], run) == pytest.approx(by_hand(active[64:1000], run), abs=0.015), (
-            "begins anywhere"
-        )
+        # It begins anywhere; without the dense first tokens of a sequence, which are in one run of either.
+        assert by_hand(active[37:1000], run) == pytest.approx(by_hand(active[64:1000], run), abs=0.015)
 
 
 @pytest.mark.parametrize(("density", "wanted"), [*SHARED, *TOKENWISE])
@@ -41,12 +39,6 @@ def test_three_unions_are_had_together(density, wanted):
     found = sharing.unions_of(active)
     assert found == pytest.approx({str(run): by_hand(active, run) for run in (16, 64, 128)})
     assert list(found.values()) == pytest.approx(wanted, abs=0.01 if (density, wanted) in SHARED else 0.018)
-
-
-def test_without_a_union_the_inputs_are_those_of_before():
-    x, w_gate, _, _ = workload.make_ffn(1024, 64, 344, 8, dtype=torch.float32)
-    found = workload.active_neurons(x, w_gate)
-    assert sharing.unions_of(found)["64"] > 0.4, "of tokens that hardly resemble each other"
 
 
 def test_unions_that_cannot_be_are_refused():

@@ -8,13 +8,19 @@ import re
 import pytest
 import torch
 import transformers as tf
-from torch import nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from hf_twell.blocks.architectures import find_ffns, has_own_type, input_name, stock_class
-from hf_twell.blocks.experts import SparseExperts
+from hf_twell.blocks.architectures import find_ffns, has_own_type
 from hf_twell.convert.sparsify import sparsify
-from tests.blocks.test_architectures import CONVERTIBLE, QWEN_VISION, REFUSED, TEXT, VISION, build, outputs
+from tests.blocks.test_architectures import (
+    CONVERTIBLE,
+    QWEN_VISION,
+    REFUSED,
+    VISION,
+    assert_converts_exactly,
+    build,
+    config_of,
+)
 from tests.paths import ROOT
 
 NAMED = (
@@ -28,27 +34,6 @@ UNTRIED = {
 }
 TYPES = [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name.startswith(NAMED) and name not in UNTRIED]
 
-# A config is given what it has of these.
-SIZES = {
-    **TEXT,
-    **{"num_hidden_layers": 4, "head_dim": 8, "global_head_dim": 8, "num_kv_shared_layers": 0},
-    **{"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64},
-    **{"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1},
-    **{"topk_group": 1, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
-    "shared_intermediate_size": 16,
-    **{
-        "q_lora_rank": 8,
-        "kv_lora_rank": 8,
-        "first_k_dense_replace": 1,
-        "mamba_d_ssm": 32,
-        "mamba_n_heads": 4,
-        "mamba_d_head": 8,
-    },
-    **{"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8},
-    **{"indexer_compress_ratio": 4, "image_size": 16, "patch_size": 8, "num_layers": 1, "num_blocks": 1},
-    **{f"linear_{part}_head_dim": 8 for part in ("key", "value")},
-    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
-}
 LATENT = {"num_key_value_heads": 4, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
 OF_TYPE = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa"), LATENT),
@@ -70,13 +55,6 @@ REASONS = {
     "the same activation setting also means layers outside": "lies outside the feed-forward blocks",
     "blocks of the same form in parts that see or hear": "feed-forward blocks of a known form",
 }
-
-
-def config_of(cls: type, **changes):
-    known = {*cls.__dataclass_fields__, *cls.attribute_map}
-    parts = {key: part for key, part in cls.sub_configs.items() if getattr(part, "model_type", None)}
-    sizes = {key: size for key, size in SIZES.items() if key in known}
-    return cls(**{**sizes, **{key: config_of(part) for key, part in parts.items() if key not in changes}, **changes})
 
 
 def model_of(model_type: str) -> tuple[type, object]:
@@ -113,25 +91,8 @@ def test_converts_exactly_or_is_refused_as_the_page_says(model_type):
             convert(model_class, config)
         return
 
-    model, twin = (build(model_class, config) for _ in range(2))
-    for site in find_ffns(twin):
-        setattr(site.module, site.form.activation, nn.ReLU())
-    truth = outputs(twin)
-    assert not torch.equal(outputs(model), truth)
-    assert sparsify(model, backend="reference") is model
+    model = assert_converts_exactly(model_class, config)
     assert heading == ("Converted as a model of our own type" if has_own_type(model.config) else "Converted")
-    assert torch.equal(outputs(model), truth)
-    again = type(model)(type(model.config).from_dict(model.config.to_dict())).eval()
-    again.load_state_dict(twin.state_dict())
-    assert torch.equal(outputs(again), truth)
-    torch.testing.assert_close(outputs(sparsify(model, backend="auto")), truth)  # by kernels
-
-    block = find_ffns(model)[0].module
-    if isinstance(block, SparseExperts):
-        return
-    x = torch.randn(2, next(iter(block.parameters())).shape[1])
-    with torch.no_grad():
-        assert torch.equal(block(**{input_name(stock_class(block)): x}), block(x))
 
 
 def test_the_page_lists_what_was_tried():

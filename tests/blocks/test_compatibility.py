@@ -13,7 +13,6 @@ from transformers.models.llama import modeling_llama
 
 from hf_twell import L1Penalty, TwellLlamaForCausalLM, measure_sparsity, sparsify
 from hf_twell.blocks.modeling import sparse_ffns
-from hf_twell.files.weights import check_finite
 from hf_twell.ops import build
 from tests.conftest import ids, logits, one_of, relu_llama, tiny_llama
 
@@ -145,49 +144,6 @@ def test_a_forward_that_is_put_on_pytorchs_class(patched, how, monkeypatch):
 
 def test_eight_bits_before_are_refused():
     refused(in_eight_bits(tiny_llama()), "gate_proj (EightBitLinear) is quantized (torch.int8")
-
-
-class Int8Tensor(torch.Tensor):
-    """As torchao's: it says that it is float32, holds int8 values and scales, and computes linear layers alone."""
-
-    @staticmethod
-    def __new__(cls, weight):
-        return torch.Tensor._make_wrapper_subclass(cls, weight.shape, dtype=weight.dtype)
-
-    def __init__(self, weight):
-        self.scale = weight.abs().amax(1, keepdim=True) / 127
-        self.values = (weight / self.scale).round().to(torch.int8)
-
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        if function is nn.functional.linear:
-            x, weight, bias = args
-            return nn.functional.linear(x, weight.values * weight.scale, bias)
-        with torch._C.DisableTorchFunctionSubclass():
-            return function(*args, **(kwargs or {}))
-
-    @classmethod
-    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-        if function is torch.ops.aten.detach.default:
-            return args[0]
-        raise NotImplementedError(f"Int8Tensor dispatch: {function}")
-
-
-def with_int8_tensors(model):
-    for layer in model.model.layers:
-        for name in ("gate_proj", "up_proj", "down_proj"):
-            linear = getattr(layer.mlp, name)
-            linear.weight = nn.Parameter(Int8Tensor(linear.weight.detach()), requires_grad=False)
-    return model
-
-
-def test_int8_tensors():
-    model, twin = with_int8_tensors(sparsify(tiny_llama().eval())), with_int8_tensors(relu_llama())
-    assert torch.equal(logits(model), logits(twin))
-    assert not torch.allclose(logits(model), logits(relu_llama()), atol=1e-4)
-    check_finite("a model that was loaded", model.named_parameters())
-    assert torch.equal(logits(sparsify(model)), logits(twin))
-    refused(with_int8_tensors(tiny_llama()), "is quantized (torch.float32, Int8Tensor)")
 
 
 # Liger's patches: to the classes before a model is made, or to the instances of one that is there
@@ -355,15 +311,6 @@ def test_liger_without_swiglu():
 # Compilers and caches
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["reference", "auto"])
-def test_compile_fullgraph(backend):
-    model = sparsify(tiny_llama().eval(), backend=backend)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)
-    for length in (11, 5, 23):
-        torch.testing.assert_close(logits(compiled, length), logits(relu_llama(), length))
-
-
 # Older ones guard no hooks, whoever reads them, unless they are told to.
 GUARD_HOOKS = {"skip_nnmodule_hook_guards": False} if torch.__version__ < (2, 13) else {}
 
@@ -382,18 +329,6 @@ def test_what_is_done_to_a_compiled_model_is_seen(change):
             bind(linear, lambda self, x: 2 * nn.functional.linear(x, self.weight))
     torch.testing.assert_close(logits(compiled), logits(twin))
     assert not torch.allclose(logits(twin), logits(relu_llama()), atol=1e-3)
-
-
-@pytest.mark.slow
-def test_compiled_training_step():
-    gradients = []
-    for compile_model in (False, True):
-        model = sparsify(tiny_llama())
-        run = torch.compile(model, fullgraph=True, backend="aot_eager") if compile_model else model
-        run(input_ids=ids(), labels=ids(), use_cache=False).loss.backward()
-        gradients.append([parameter.grad for parameter in model.parameters()])
-    for plain, compiled in zip(*gradients, strict=True):
-        torch.testing.assert_close(compiled, plain)
 
 
 @pytest.mark.slow
@@ -432,21 +367,6 @@ def test_a_bias_written_between_forward_and_backward_raises(name):
     losses[1].backward()
     with pytest.raises(RuntimeError, match="modified by an inplace"):
         losses[0].backward()
-
-
-@pytest.mark.parametrize("cache", ["static", "dynamic"])
-def test_generate(cache):
-    options = {"max_new_tokens": 12, "do_sample": False, "cache_implementation": cache}
-    model = sparsify(tiny_llama().eval())
-    assert torch.equal(model.generate(ids(), **options), relu_llama().generate(ids(), **options))
-
-
-def test_assisted_generation():
-    options = {"max_new_tokens": 12, "do_sample": False}
-    draft = sparsify(tiny_llama(num_hidden_layers=1).eval())
-    one = ids()[:1]
-    with_draft = sparsify(tiny_llama().eval()).generate(one, assistant_model=draft, **options)
-    assert torch.equal(with_draft, relu_llama().generate(one, **options))
 
 
 def test_l1_term_on_eight_bit_blocks():

@@ -8,19 +8,12 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+import transformers as tf
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from transformers import (
-    AutoModelForCausalLM,
-    ContinuousBatchingConfig,
-    EarlyStoppingCallback,
-    GenerationConfig,
-    Trainer,
-    TrainingArguments,
-)
 
-from hf_twell import L1Penalty, SparsityCallback, TwellLlamaForCausalLM, sparsify
+from hf_twell import L1Penalty, SparsityCallback, TwellLlamaForCausalLM, sparsify, unpatch
 from hf_twell.blocks.modeling import sparse_ffns
 from hf_twell.ops import api
 from tests.conftest import ids, in_two_processes, logits, tiny_llama
@@ -225,10 +218,8 @@ def test_functional_call(gradients):
     for layer in model.model.layers:
         layer.mlp.twell_state.recent.look_in = 0  # the next call looks at the density
     with torch.set_grad_enabled(gradients):
-        ours, theirs = (
-            torch.func.functional_call(each, given, (), {"input_ids": ids()}).logits for each in (model, twin)
-        )
-    torch.testing.assert_close(ours, theirs)
+        results = [torch.func.functional_call(each, given, (), {"input_ids": ids()}) for each in (model, twin)]
+    torch.testing.assert_close(*(result.logits for result in results))
     assert all(weights.is_contiguous() for weights in given.values()), "the caller's own stay as they were"
     torch.testing.assert_close(logits(model), logits(twin))
 
@@ -315,6 +306,8 @@ def copied_by_peft(model):
 
 
 BLOCK_CHANGES = {
+    "unpatched": unpatch,
+    "other layers": lambda model: sparsify(model, layers=[0]),
     "replaced": lambda model: model.set_submodule("model.layers.1.mlp", copy.deepcopy(model.model.layers[2].mlp)),
     "cut off": lambda model: setattr(model.model, "layers", model.model.layers[:2]),
     "copied": copied_by_peft,
@@ -326,7 +319,7 @@ def test_an_l1_term_on_blocks_that_are_gone_is_refused(change):
     model = sparsify(tiny_llama())
     penalty = L1Penalty(model, 0.5)
     BLOCK_CHANGES[change](model)
-    with pytest.raises(ValueError, match="or not the model's"):
+    with pytest.raises(ValueError, match="are not sparse any more, or not the model's"):
         penalty.begin_step([{"input_ids": ids()}])
 
 
@@ -345,17 +338,15 @@ def test_other_ways_to_generate(options):
     if "prompt_lookup_num_tokens" in options:
         rows = torch.cat([ids()[:1], ids()[:1]], dim=1)
         mask = torch.ones_like(rows)
-    ours, theirs = (
-        each.generate(rows, attention_mask=mask, max_new_tokens=8, do_sample=False, **options) for each in pair()
-    )
-    assert torch.equal(ours, theirs)
+    options |= {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False}
+    assert torch.equal(*(each.generate(rows, **options) for each in pair()))
 
 
 @pytest.mark.slow
 def test_generate_batch():
     """Continuous batching, with its paged attention."""
-    options = GenerationConfig(max_new_tokens=5, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    small = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
+    options = tf.GenerationConfig(max_new_tokens=5, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    small = tf.ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
     texts = []
     for model in pair():
         rows = [row.tolist() for row in ids()]
@@ -370,10 +361,10 @@ def test_generate_batch():
 
 def trained(model, folder, callbacks, **options):
     rows = [{"input_ids": row, "labels": row} for row in ids().repeat(8, 1)]
-    args = TrainingArguments(
+    args = tf.TrainingArguments(
         str(folder), use_cpu=True, report_to=[], disable_tqdm=True, logging_steps=1, optim="sgd", **options
     )
-    trainer = Trainer(model, args, train_dataset=rows, eval_dataset=rows[:4])
+    trainer = tf.Trainer(model, args, train_dataset=rows, eval_dataset=rows[:4])
     for callback in callbacks(trainer):
         trainer.add_callback(callback)
     trainer.train()
@@ -383,17 +374,16 @@ def trained(model, folder, callbacks, **options):
 def test_early_stopping_and_the_best_model(tmp_path):
     options = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 1, "save_steps": 1}
     options |= {"load_best_model_at_end": True, "learning_rate": 0.05, "max_steps": 9}
-    options["greater_is_better"] = True  # the loss, so that the first checkpoint is the best
-    options["save_total_limit"] = 1
+    # The greatest loss, so that the first checkpoint is the best.
+    options |= {"greater_is_better": True, "save_total_limit": 1}
     model, twin = pair()
-    stop = EarlyStoppingCallback(1)
+    stop = tf.EarlyStoppingCallback(1)
     ours = trained(model, tmp_path / "ours", lambda trainer: [stop, SparsityCallback(trainer, 0.0)], **options)
     theirs = trained(twin, tmp_path / "theirs", lambda trainer: [stop], **options)
     assert ours.state.global_step == theirs.state.global_step == 2
     assert Path(ours.state.best_model_checkpoint).name == "checkpoint-1"
-    assert [[item.name for item in (tmp_path / name).iterdir()] for name in ("ours", "theirs")] == [
-        ["checkpoint-1"]
-    ] * 2
+    for name in ("ours", "theirs"):
+        assert [item.name for item in (tmp_path / name).iterdir()] == ["checkpoint-1"]
     torch.testing.assert_close(logits(model.eval()), logits(twin.eval()))
 
 
@@ -443,5 +433,5 @@ def test_split_over_two_processes(tmp_path):
     tensors = "model.layers.0.mlp has 26 of its 52 neurons in this process (tensor parallelism)"
     assert results["refused"].pop("pipeline").startswith("LlamaForCausalLM has 3 layers but 1 ")
     assert [message.startswith(tensors) for message in results["refused"].values()] == [True, True]
-    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    saved = tf.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     assert torch.equal(logits(saved), truth)

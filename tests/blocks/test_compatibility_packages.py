@@ -17,9 +17,8 @@ from hf_twell import L1Penalty, TwellLlamaForCausalLM, load_adapter, save_adapte
 from hf_twell.blocks.modeling import sparse_ffns
 from tests.blocks.test_compatibility import RUNS, refused
 from tests.conftest import ids, logits, relu_llama, tiny_llama
-from tests.paths import ROOT
+from tests.paths import MODEL
 
-DEMO = ROOT / "recipes" / "demo" / "model"
 SIZES = {"hidden_size": 64, "intermediate_size": 128}  # 4-bit weights come in blocks of 64
 
 
@@ -154,8 +153,8 @@ def sentence_model(tmp_path):
 
     def make(act):
         folder = tmp_path / act
-        AutoModel.from_pretrained(DEMO, dtype="float32", hidden_act=act).save_pretrained(folder)
-        AutoTokenizer.from_pretrained(DEMO).save_pretrained(folder)
+        AutoModel.from_pretrained(MODEL, dtype="float32", hidden_act=act).save_pretrained(folder)
+        AutoTokenizer.from_pretrained(MODEL).save_pretrained(folder)
         return st.SentenceTransformer(str(folder), device="cpu")  # with the mean over tokens
 
     return make

@@ -69,8 +69,7 @@ def test_int8_weights_are_read_by_rows():
     x, plain = torch.randn(5, 32), copy.deepcopy(site.module)
     quantize_block(site.module, site.form, "int8")
     operands = site.module._read_weights()
-    assert operands.w_gate.dtype == torch.int8
-    assert operands.s_up.shape == (52, 1)
+    assert (operands.w_gate.dtype, operands.s_up.shape) == (torch.int8, (52, 1))
     with torch.no_grad():
         for linear in (plain.gate_up_proj, plain.down_proj):
             name = "gate_up_proj" if linear is plain.gate_up_proj else "down_proj"

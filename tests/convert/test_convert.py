@@ -5,7 +5,6 @@ import gc
 import io
 import json
 import pickle
-import subprocess
 import sys
 import weakref
 from pathlib import Path
@@ -20,7 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from hf_twell import L1Penalty, measure_sparsity, sparsify, unpatch
 from hf_twell.blocks.modeling import SparseFfn, sparse_ffns
-from tests.conftest import ids, logits, tiny_llama
+from tests.conftest import finished, ids, logits, tiny_llama
 
 pytestmark = pytest.mark.numeric
 
@@ -340,9 +339,8 @@ def test_saved_model_is_a_stock_one(stories_model, tmp_path):
         model.save_pretrained(folder)
         torch.save((ids(), logits(model)), f"{folder}/expected.pt")
         config = json.loads(Path(folder, "config.json").read_text())
-        assert config["architectures"] == ["LlamaForCausalLM"]
-        assert config["hidden_act"] == "relu"
-    done = subprocess.run([sys.executable, "-c", PLAIN_TRANSFORMERS, *folders], capture_output=True, text=True)
+        assert (config["architectures"], config["hidden_act"]) == (["LlamaForCausalLM"], "relu")
+    done = finished(sys.executable, "-c", PLAIN_TRANSFORMERS, *folders)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.splitlines() == [
         "LlamaForCausalLM torch.float32 relu {'layers': None, 'version': 1}",
@@ -358,61 +356,21 @@ def test_saved_model_is_a_stock_one(stories_model, tmp_path):
     assert len(sparse_ffns(sparsify(again, layers=range(3)))) == 3
 
 
-def test_generation(stories_model):
-    stock = dense_relu(stories_model)
-    settings = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
-    prompt = torch.tensor([[1, 403, 407]])
-    sparsify(stories_model, backend="reference")
-    assert torch.equal(stories_model.generate(prompt, **settings), stock.generate(prompt, **settings))
-
-
-def adapted(model, sparse: str):
-    """LoRA on every projection, with weights that change the output, put on before or after converting."""
+def test_adapters_that_were_put_on_before_count():
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=4, target_modules=["gate_proj", "up_proj", "down_proj"], init_lora_weights=False)
-    if sparse == "before":
-        sparsify(model)
-    torch.manual_seed(1)
-    model = peft.get_peft_model(model, config)
-    if sparse == "after":
-        assert sparsify(model) is model
-    return model.eval()
-
-
-@pytest.mark.parametrize("sparse", ["before", "after"])
-def test_adapters_count(sparse):
-    base = tiny_llama(mlp_bias=True)
-    by_hand = copy.deepcopy(base)
-    bare = logits(dense_relu(base))
-    model = adapted(base, sparse)
-    assert isinstance(base.model.layers[0].mlp, SparseFfn)
-    for ffn, plain in zip(sparse_ffns(model), by_hand.model.layers, strict=True):
-        for name in ("gate_proj", "up_proj", "down_proj"):
-            lora = getattr(ffn, name)
-            added = lora.lora_B["default"].weight @ lora.lora_A["default"].weight * lora.scaling["default"]
-            getattr(plain.mlp, name).weight.data += added.data
-    truth = logits(dense_relu(by_hand))
-    assert (truth - bare).norm() > 0.1 * bare.norm()
-    torch.testing.assert_close(logits(model), truth)
-
-    with model.disable_adapter():
-        torch.testing.assert_close(logits(model), bare)
-    model.merge_adapter()
-    torch.testing.assert_close(logits(model), truth)
-    model.unmerge_adapter()
+    models = []
+    for base in (tiny_llama(mlp_bias=True), dense_relu(tiny_llama(mlp_bias=True))):
+        torch.manual_seed(1)
+        models.append(peft.get_peft_model(base, config).eval())
+    model, twin = models
+    assert sparsify(model) is model
+    torch.testing.assert_close(logits(model), logits(twin))
+    with model.disable_adapter(), twin.disable_adapter():
+        torch.testing.assert_close(logits(model), logits(twin))
     merged = model.merge_and_unload()
     assert len(sparse_ffns(merged)) == 3
-    assert list(merged.state_dict()) == list(by_hand.state_dict())
-    torch.testing.assert_close(logits(merged), truth)
-    torch.testing.assert_close(logits(unpatch(merged)), truth)
-
-
-def test_only_adapters_train():
-    model = adapted(tiny_llama(), "after").train()
-    model(input_ids=ids(), labels=ids()).loss.backward()
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-    assert len(gradients) == 3 * 3 * 2
-    assert all("lora" in name and gradient.norm() > 0 for name, gradient in gradients.items())
+    torch.testing.assert_close(logits(unpatch(merged)), logits(twin.merge_and_unload()))
 
 
 def test_a_block_that_is_trained_as_a_copy_counts_once():

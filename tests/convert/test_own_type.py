@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers as tf
 from torch import nn
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM
 
 import hf_twell
 from hf_twell import sparsify, unpatch
@@ -25,22 +25,13 @@ from hf_twell.models.hub import folder_card
 from hf_twell.models.loading import load_causal_lm
 from hf_twell.models.quantizing import quantize
 from tests.blocks.test_causal_lms import model_of
-from tests.paths import ROOT
+from tests.conftest import TINY, finished
+from tests.mixtures import NEXT
+from tests.one_step import make_trainer
+from tests.paths import MODEL
 
-TEXT = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 52,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "initializer_range": 0.2,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-LINEAR = {f"linear_{key}": size for key, size in {"num_key_heads": 2, "num_value_heads": 4}.items()}
-QWEN = {**TEXT, **LINEAR, "head_dim": 8, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+TEXT = {**TINY, "num_hidden_layers": 4, "bos_token_id": 1, "eos_token_id": 2}
+QWEN = {**TEXT, **NEXT}
 MROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
 VISION = {"depth": 1, "hidden_size": 32, "out_hidden_size": 32, "intermediate_size": 48, "num_heads": 4}
 TOKENS = dict(zip(("image", "video", "vision_start", "vision_end"), range(60, 64), strict=True))
@@ -102,9 +93,8 @@ def test_converts_exactly(name, tmp_path):
     """To the bit, live and loaded again, and with what its config says of other layers kept."""
     model = dense(name)
     stock, twin, before = type(model), by_hand(model), outputs(model)
-    kept = {
-        key: value for key, value in model.config.get_text_config().to_dict().items() if key.startswith("hidden_act")
-    }
+    config = model.config.get_text_config().to_dict()
+    kept = {key: value for key, value in config.items() if key.startswith("hidden_act")}
     assert sparsify(model, backend="reference") is model
     assert type(model).__name__ == f"Twell{stock.__name__}"
     assert isinstance(model, stock)
@@ -195,17 +185,6 @@ def test_our_classes_load_both_forms(name, form, tmp_path):
     assert torch.equal(outputs(load_causal_lm(tmp_path / "again")), outputs(twin))
 
 
-def test_a_text_model_loaded_from_one_that_sees(tmp_path):
-    """Its config is a part of the other's, and its tensors keep the other's names when saved."""
-    model = dense("qwen3_5")
-    twin = by_hand(model)
-    model.save_pretrained(tmp_path / "dense")
-    model = sparsify(AutoModelForCausalLM.from_pretrained(tmp_path / "dense"), backend="reference")
-    assert (model.config.model_type, model.config.hidden_act) == ("twell_qwen3_5_text", "silu")
-    model.save_pretrained(tmp_path / "sparse")
-    assert torch.equal(outputs(load_causal_lm(tmp_path / "sparse")), outputs(twin))
-
-
 @pytest.mark.parametrize(("name", "head"), [("falcon_h1", "CausalLM"), ("qwen3_5", "MultimodalLM")])
 def test_what_holds_the_model_saves_no_stock_name(name, head, tmp_path):
     """By a stock name an engine would compute SiLU, whatever the type: a model converted inside of another, say."""
@@ -227,9 +206,8 @@ def test_a_text_part_is_refused_alone(name):
     before = model.config.to_dict(), [type(module) for module in model.modules()]
     part = model.get_decoder()
     for each in (part, get_peft_model(copy.deepcopy(part), LoraConfig(target_modules=["gate_proj"]))):
-        with pytest.raises(
-            ValueError, match=f"{type(part).__name__} may be a part of a model that sees: convert the whole"
-        ):
+        says = f"{type(part).__name__} may be a part of a model that sees: convert the whole"
+        with pytest.raises(ValueError, match=says):
             sparsify(each)
     assert (model.config.to_dict(), [type(module) for module in model.modules()]) == before
 
@@ -282,9 +260,8 @@ def test_a_class_of_ones_own_is_refused_unchanged():
     model = dense()
     model.__class__ = type("Mine", (type(model),), {})
     before = model.config.to_dict(), type(model)
-    with pytest.raises(
-        ValueError, match=r"linear_attn .* lies outside .* Convert a model of Transformers' own class, be"
-    ):
+    says = r"linear_attn .* lies outside .* Convert a model of Transformers' own class, be"
+    with pytest.raises(ValueError, match=says):
         sparsify(model)
     assert (model.config.to_dict(), type(model)) == before
 
@@ -316,16 +293,15 @@ def test_of_a_model_that_sees_the_text_model_is_taken(form, tmp_path, caplog):
 
 
 @pytest.mark.slow
-def test_the_commands_take_the_text_model_of_one_that_sees(tmp_path, capsys):
-    tokenizer = tf.AutoTokenizer.from_pretrained(ROOT / "recipes" / "demo" / "model")
+def test_the_commands_take_the_text_model_of_one_that_sees(tmp_path, run_json):
+    tokenizer = tf.AutoTokenizer.from_pretrained(MODEL)
     text, path = tmp_path / "text.txt", str(tmp_path / "sees")
     text.write_text("in 1912 a letter of the alphabet was read aloud. " * 40)
     model = dense("qwen3_5")
     model.resize_token_embeddings(len(tokenizer))
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
-    assert main(["sparsify", path, str(tmp_path / "sparse"), "--text", str(text), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
+    told = run_json("sparsify", path, tmp_path / "sparse", "--text", text)
     assert (told["class"], told["config"]["ffn_act"]) == ("TwellQwen3_5ForCausalLM", "relu")
     assert len(told["config"]["twell"]["density"]) == 4
     for given in (path, str(tmp_path / "sparse")):
@@ -348,7 +324,7 @@ def test_the_commands_take_the_text_model_of_one_that_sees(tmp_path, capsys):
 
 
 def test_the_command_and_the_card(tmp_path, capsys):
-    tokenizer = tf.AutoTokenizer.from_pretrained(ROOT / "recipes" / "demo" / "model")
+    tokenizer = tf.AutoTokenizer.from_pretrained(MODEL)
     dense(vocab_size=len(tokenizer)).save_pretrained(tmp_path / "dense")
     tokenizer.save_pretrained(tmp_path / "dense")
     assert main(["sparsify", str(tmp_path / "dense"), str(tmp_path / "sparse")]) == 0
@@ -452,9 +428,7 @@ def test_models_that_see_are_loaded_by_plain_transformers(name, tmp_path, monkey
     model.save_pretrained(tmp_path / "model")
     torch.save(ids(), tmp_path / "ids.pt")
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
-    done = subprocess.run(
-        [sys.executable, "-c", PLAIN_SEEING], cwd=tmp_path, capture_output=True, text=True, stdin=subprocess.DEVNULL
-    )
+    done = finished(sys.executable, "-c", PLAIN_SEEING, cwd=tmp_path, stdin=subprocess.DEVNULL)
     assert done.returncode == 0, done.stderr
     for logits in torch.load(tmp_path / "plain.pt"):
         assert torch.equal(logits, outputs(model))
@@ -465,12 +439,9 @@ def test_models_that_see_are_loaded_by_plain_transformers(name, tmp_path, monkey
 def test_trained_saved_and_loaded_in_new_processes(tmp_path, monkeypatch):
     """By this package, and by plain Transformers with remote code; without it, by an error that names the way."""
     model = sparsify(dense(), backend="reference")
-    tf.AutoTokenizer.from_pretrained(ROOT / "recipes" / "demo" / "model").save_pretrained(tmp_path / "model")
-    args = TrainingArguments(
-        str(tmp_path / "out"), max_steps=20, learning_rate=1e-3, use_cpu=True, report_to=[], save_strategy="no"
-    )
-    trainer = Trainer(model, args, train_dataset=[{"input_ids": row, "labels": row} for row in ids()])
-    trainer.add_callback(hf_twell.SparsityCallback(trainer, l1_weight=1e-4))
+    tf.AutoTokenizer.from_pretrained(MODEL).save_pretrained(tmp_path / "model")
+    options = {"max_steps": 20, "learning_rate": 1e-3, "term": {"l1_weight": 1e-4}}
+    trainer = make_trainer(tmp_path / "out", model=model, **options)
     trainer.train()
     trainer.save_model(str(tmp_path / "model"))
     torch.save(ids(), tmp_path / "ids.pt")
@@ -478,12 +449,10 @@ def test_trained_saved_and_loaded_in_new_processes(tmp_path, monkeypatch):
     assert not torch.equal(truth, outputs(by_hand(dense())))
 
     def run(code: str, *arguments: str) -> None:
-        command = [sys.executable, "-c", code, *arguments]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        done = finished(sys.executable, "-c", code, *arguments, cwd=tmp_path, stdin=subprocess.DEVNULL)
         assert done.returncode == 0, done.stderr
 
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     run(PLAIN)
     for logits in torch.load(tmp_path / "plain.pt"):
         assert torch.equal(logits, truth)

@@ -5,10 +5,8 @@ import copy
 import json
 import lzma
 import math
-import os
 import random
 import re
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -16,18 +14,8 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
+import transformers as tf
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import (
-    BloomConfig,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlavaConfig,
-    PreTrainedConfig,
-    PreTrainedTokenizerFast,
-    XLNetConfig,
-)
 
 import hf_twell
 from hf_twell.cli import main
@@ -40,19 +28,12 @@ from hf_twell.files.text import read_documents
 from hf_twell.inspection.passages import read_pieces
 from hf_twell.measure import perplexity
 from hf_twell.measure.inference import model_context
-from tests.conftest import needs_lm_eval
+from tests.conftest import finished, needs_lm_eval
 from tests.paths import ROOT
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 DATA = ROOT.parent / "shared" / "data"
-OFFLINE = {
-    **os.environ,
-    "HF_HUB_OFFLINE": "1",
-    "HF_DATASETS_OFFLINE": "1",
-    "PYTHONPATH": str(ROOT),
-    "OMP_NUM_THREADS": "1",
-}
 
 ARC_ROWS = [
     ("Which is a star?", ["the Sun", "the Moon", "a lamp", "Mars"], "A"),
@@ -99,15 +80,15 @@ def tokenizer():
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet)
     bpe.train_from_iterator([TEXT, *(row[0] for row in ARC_ROWS)], trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<s>", eos_token="</s>")
+    return tf.PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<s>", eos_token="</s>")
 
 
 @pytest.fixture
 def model(tokenizer):
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = LlamaConfig(**sizes, vocab_size=len(tokenizer), max_position_embeddings=256, initializer_range=0.3)
-    return LlamaForCausalLM(config).eval()
+    config = tf.LlamaConfig(**sizes, vocab_size=len(tokenizer), max_position_embeddings=256, initializer_range=0.3)
+    return tf.LlamaForCausalLM(config).eval()
 
 
 def log_likelihood(model, tokenizer, prompt, continuation):
@@ -268,9 +249,8 @@ def test_refusals_name_what_is_wrong(model, tokenizer, data_dir, tmp_path, monke
 @needs_lm_eval
 def test_missing_files_and_models_are_named(model, tokenizer, data_dir, tmp_path):
     (data_dir / "ARC-Easy-Test.jsonl").unlink()
-    with pytest.raises(
-        FileNotFoundError, match=r"arc_easy needs ARC-Easy-Test.jsonl or ARC-Easy-Test.jsonl.xz in .*data"
-    ):
+    needed = r"arc_easy needs ARC-Easy-Test.jsonl or ARC-Easy-Test.jsonl.xz in .*data"
+    with pytest.raises(FileNotFoundError, match=needed):
         harness.evaluate(model, tokenizer, data_dir=data_dir)
     with pytest.raises(OSError, match=r"cannot load a model from .*absent"):
         harness.evaluate(tmp_path / "absent", tasks=["hellaswag"], data_dir=data_dir)
@@ -415,10 +395,9 @@ def test_models_and_tokenizers_that_do_not_fit(model, tokenizer, data_dir):
     with pytest.raises(ValueError, match="LlamaModel predicts no tokens; load the model by AutoModelForCausalLM"):
         harness.evaluate(model.model, tokenizer, ["arc_easy"], data_dir=data_dir)
     accelerate = pytest.importorskip("accelerate")
+    offloaded = accelerate.cpu_offload(model, execution_device="cpu")
     with pytest.raises(ValueError, match="whose embeddings are offloaded"):
-        harness.evaluate(
-            accelerate.cpu_offload(model, execution_device="cpu"), tokenizer, ["arc_easy"], data_dir=data_dir
-        )
+        harness.evaluate(offloaded, tokenizer, ["arc_easy"], data_dir=data_dir)
 
 
 @needs_lm_eval
@@ -444,13 +423,13 @@ def test_windows_score_every_token_once(length, context, stride):
 @pytest.mark.parametrize(
     ("config", "own"),
     [
-        (LlamaConfig(max_position_embeddings=128), 128),
-        (LlamaConfig(max_position_embeddings=8192), 8192),
-        (LlavaConfig(text_config=LlamaConfig(max_position_embeddings=64)), 64),
-        (PreTrainedConfig(n_positions=32), 32),
-        (PreTrainedConfig(n_ctx=32), 32),
-        (XLNetConfig(), None),  # says -1
-        (BloomConfig(), None),
+        (tf.LlamaConfig(max_position_embeddings=128), 128),
+        (tf.LlamaConfig(max_position_embeddings=8192), 8192),
+        (tf.LlavaConfig(text_config=tf.LlamaConfig(max_position_embeddings=64)), 64),
+        (tf.PreTrainedConfig(n_positions=32), 32),
+        (tf.PreTrainedConfig(n_ctx=32), 32),
+        (tf.XLNetConfig(), None),  # says -1
+        (tf.BloomConfig(), None),
     ],
 )
 def test_the_context_is_the_models_own(config, own):
@@ -504,9 +483,8 @@ def test_text_loss_of_special_models(model, tokenizer):
 
 def test_documents_are_split_at_lines_of_end_of_text(tmp_path):
     path = tmp_path / "text.txt.xz"
-    path.write_bytes(
-        lzma.compress(b"one\n\ntwo <|endoftext|> still\n<|endoftext|>\n\n<|endoftext|>\r\nthree\n<|endoftext|>")
-    )
+    text = b"one\n\ntwo <|endoftext|> still\n<|endoftext|>\n\n<|endoftext|>\r\nthree\n<|endoftext|>"
+    path.write_bytes(lzma.compress(text))
     assert read_documents(path) == ["one\n\ntwo <|endoftext|> still", "three"]
 
 
@@ -539,7 +517,7 @@ def test_text_loss_refuses_what_it_cannot_score(model, tokenizer, tmp_path):
 
 def test_text_loss_without_dropout(tokenizer):
     config = {"n_embd": 32, "n_layer": 1, "n_head": 4, "vocab_size": len(tokenizer), "n_positions": 64}
-    model, learns = GPT2LMHeadModel(GPT2Config(**config, resid_pdrop=0.5)).train(), []
+    model, learns = tf.GPT2LMHeadModel(tf.GPT2Config(**config, resid_pdrop=0.5)).train(), []
     model.lm_head.register_forward_hook(lambda module, args, output: learns.append(output.requires_grad))
     losses = [perplexity.text_loss(model, tokenizer, [TEXT])["nats_per_token"] for _ in range(2)]
     assert losses[0] == losses[1]
@@ -576,8 +554,7 @@ def test_command_line_offline_without_any_cache(model, tokenizer, data_dir, tmp_
     (tmp_path / "no-folder").write_text("")  # no cache can be made below a file
     command = [sys.executable, "-c", CLI, "model", "--tasks", "arc_easy,hellaswag", "--data-dir", "data"]
     command += ["--text", "text.txt", "--batch-size", "3", "--device", "cpu", "--json", "--output", "scores.json"]
-    env = OFFLINE | {"HF_HOME": str(tmp_path / "no-folder" / "hf")}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    done = finished(*command, cwd=tmp_path, env={"HF_HOME": str(tmp_path / "no-folder" / "hf")})
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert json.loads((tmp_path / "scores.json").read_text()) == result
@@ -590,7 +567,7 @@ def test_command_line_offline_without_any_cache(model, tokenizer, data_dir, tmp_
 
 
 @needs_lm_eval
-def test_command_line_table_and_refusals(model, tokenizer, data_dir, tmp_path, capsys):
+def test_command_line_table_and_refusals(model, tokenizer, data_dir, tmp_path, capsys, error_line, run_json):
     dense, sparse = tmp_path / "dense", tmp_path / "sparse"
     save_model(model, dense, tokenizer)
     save_model(hf_twell.sparsify(copy.deepcopy(model)), sparse, tokenizer)
@@ -601,16 +578,12 @@ def test_command_line_table_and_refusals(model, tokenizer, data_dir, tmp_path, c
     assert rows == [["arc_easy", "test", "2", "acc"], ["arc_easy", "test", "2", "acc_norm"]]
     (tmp_path / "text.txt").write_text(TEXT)
     options_of_both = ["--text", str(tmp_path / "text.txt"), "--data-dir", str(data_dir), "--limit", "1", "--json"]
-    assert main(["eval", str(dense), *options_of_both]) == 0
-    result = json.loads(capsys.readouterr().out)
+    result = run_json("eval", dense, *options_of_both)
     assert result["text"]
     assert list(result["tasks"]) == ["arc_easy", "arc_challenge", "hellaswag"], "--data-dir is not passed over"
-    assert main(["eval", str(dense), "--output", str(tmp_path / "absent" / "x.json")]) == 1
-    assert "folder does not exist" in capsys.readouterr().err
-    assert main(["eval", str(dense), *options, "--backend", "reference"]) == 1
-    assert "hf-twell sparsify" in capsys.readouterr().err
-    assert main(["eval", str(sparse), *options, "--backend", "reference", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["backend"] == "reference"
+    assert "folder does not exist" in error_line("eval", dense, "--output", tmp_path / "absent" / "x.json")
+    assert "hf-twell sparsify" in error_line("eval", dense, *options, "--backend", "reference")
+    assert run_json("eval", sparse, *options, "--backend", "reference")["backend"] == "reference"
 
 
 OWN_TASK = """
@@ -649,7 +622,7 @@ def test_tasks_of_your_own_by_lm_eval_itself(model, tokenizer, tmp_path):
     for kind, target, metric, more in OWN_TASKS:
         (tmp_path / f"{kind}.yaml").write_text(OWN_TASK.format(kind=kind, target=target, metric=metric, more=more))
     names = [f"own_{kind}" for kind, *_ in OWN_TASKS]
-    dense = LlamaForCausalLM(LlamaConfig(**{**model.config.to_dict(), "hidden_act": "relu"})).eval()
+    dense = tf.LlamaForCausalLM(tf.LlamaConfig(**{**model.config.to_dict(), "hidden_act": "relu"})).eval()
     dense.load_state_dict(model.state_dict())
     scores = []
     for each in (hf_twell.sparsify(model), dense):
@@ -662,9 +635,8 @@ def test_tasks_of_your_own_by_lm_eval_itself(model, tokenizer, tmp_path):
     for name in ("own_multiple_choice", "own_loglikelihood_rolling"):
         figures = [torch.tensor([[float(x) for x in numpy.ravel(r)] for r in rows[name]]) for rows in (ours, theirs)]
         torch.testing.assert_close(*figures)
-    with pytest.raises(
-        ValueError, match=r"no task '.*own.yaml'.*; for a YAML of your own, call lm_eval.simple_evaluate"
-    ):
+    says = r"no task '.*own.yaml'.*; for a YAML of your own, call lm_eval.simple_evaluate"
+    with pytest.raises(ValueError, match=says):
         hf_twell.evaluate(model, tokenizer, tasks=[str(tmp_path / "own.yaml")])
 
 
@@ -687,7 +659,7 @@ MISSING = [f"../shared/data/{name}" for name in ("eval", "stories260K-hf") if no
 @pytest.mark.slow
 @pytest.mark.skipif(bool(MISSING), reason=f"missing beside the repository: {', '.join(MISSING)}")
 @needs_lm_eval
-def test_scores_equal_the_lm_eval_command(tmp_path, capsys):
+def test_scores_equal_the_lm_eval_command(tmp_path, capsys, run_json):
     """A sparsified model, with and without examples: the command runs its dense path, ours the reference backend."""
     import lm_eval.tasks
 
@@ -713,8 +685,7 @@ def test_scores_equal_the_lm_eval_command(tmp_path, capsys):
     command += ["--model_args", f"pretrained={model},dtype=float32", "--device", "cpu"]
     command += ["--tasks", "arc_easy_local,hellaswag_local", "--batch_size", "16"]
     command += ["--log_samples", "--output_path", str(tmp_path / "out")]
-    env = OFFLINE | {"HF_HOME": str(tmp_path / "hf")}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    done = finished(*command, cwd=tmp_path, env={"HF_HOME": str(tmp_path / "hf")})
     assert done.returncode == 0, done.stderr
     (results,) = (tmp_path / "out").rglob("results_*.json")
     theirs = json.loads(results.read_text())["results"]
@@ -723,8 +694,7 @@ def test_scores_equal_the_lm_eval_command(tmp_path, capsys):
     options += ["--backend", "reference", "--log-samples", "--json"]
     for name, (*_, shots, rows) in tasks.items():
         capsys.readouterr()
-        assert main(["eval", str(model), "--tasks", name, "--num-fewshot", str(shots), *options]) == 0
-        ours = json.loads(capsys.readouterr().out)["tasks"][name]
+        ours = run_json("eval", model, "--tasks", name, "--num-fewshot", shots, *options)["tasks"][name]
         for metric, score in ours["metrics"].items():
             expected = theirs[f"{name}_local"]
             assert score == {"value": expected[f"{metric},none"], "stderr": expected[f"{metric}_stderr,none"]}

@@ -22,19 +22,11 @@ from hf_twell.evaluation.flips import answer_flips, answers, differing
 from hf_twell.evaluation.tasks import _check_examples, _read_rows
 from hf_twell.measure.perplexity import METRIC_PATH, token_log_likelihoods
 from tests.conftest import needs_lm_eval, shared_path, tiny_llama
-from tests.evaluation.test_evaluation import (
-    ARC_ROWS,
-    arc_row,
-    load_local,
-    local_task,
-    log_likelihood,
-    write_rows,
-)
-from tests.paths import ROOT
+from tests.evaluation.test_evaluation import ARC_ROWS, arc_row, load_local, local_task, log_likelihood, write_rows
+from tests.paths import MODEL
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-DEMO = ROOT / "recipes" / "demo" / "model"
 POOL = [
     ("Which one is cold?", ["ice", "fire"], "A"),
     ("Which one is wet?", ["sand", "the sea"], "B"),
@@ -44,7 +36,7 @@ POOL = [
 
 @pytest.fixture(scope="module")
 def demo():
-    return sparsify(AutoModelForCausalLM.from_pretrained(DEMO, dtype="float32")), AutoTokenizer.from_pretrained(DEMO)
+    return sparsify(AutoModelForCausalLM.from_pretrained(MODEL, dtype="float32")), AutoTokenizer.from_pretrained(MODEL)
 
 
 @pytest.fixture
@@ -185,37 +177,18 @@ def test_metric_by_hand(metric):
 
 @pytest.mark.slow
 @needs_lm_eval
-def test_scores_of_backends_in_fp32(demo):
-    model, tokenizer = demo
-    options = {"data_dir": shared_path("data/eval"), "limit": 40, "log_samples": True}
-    results = {}
-    for backend in ("reference", "auto"):
-        sparsify(model, backend=backend)
-        results[backend] = harness.evaluate(model, tokenizer, ["arc_easy", "hellaswag"], **options)["tasks"]
-    for name, truth in results["reference"].items():
-        mine = results["auto"][name]
-        assert mine["metrics"] == truth["metrics"]
-        for one, other in zip(mine["samples"], truth["samples"], strict=True):
-            ours, expected = ([response[0] for response in row["responses"]] for row in (one, other))
-            assert ours == pytest.approx(expected, rel=1e-4)
-
-
-@pytest.mark.slow
-@needs_lm_eval
-def test_flips(tmp_path, capsys):
-    assert main(["sparsify", str(DEMO), str(tmp_path / "model")]) == 0
+def test_flips(tmp_path, capsys, error_line, run_json):
+    assert main(["sparsify", str(MODEL), str(tmp_path / "model")]) == 0
     capsys.readouterr()
     options = ["--tasks", "arc_easy", "--data-dir", str(shared_path("data/eval")), "--limit", "24", "--device", "cpu"]
     for dtype in ("float32", "bfloat16"):
-        assert main(["eval", str(tmp_path / "model"), *options, "--dtype", dtype, "--flips", "--json"]) == 0
-        flips = json.loads(capsys.readouterr().out)["flips"]["arc_easy"]
+        flips = run_json("eval", tmp_path / "model", *options, "--dtype", dtype, "--flips")["flips"]["arc_easy"]
         assert flips["rows"] == 24
         if dtype == "float32":
             assert (flips["kernels_vs_dense"], flips["dense_vs_dense"]) == (0, 0)
         else:
             assert flips["kernels_vs_dense"] <= flips["dense_vs_dense"] + 3
-    assert main(["eval", str(DEMO), *options, "--flips"]) == 1
-    assert "--flips" in capsys.readouterr().err
+    assert "--flips" in error_line("eval", MODEL, *options, "--flips")
 
 
 def test_flips_are_counted():
@@ -248,7 +221,7 @@ def test_the_dense_path_is_run_at_another_batch_size(demo, data_dir, batch_size,
 @needs_lm_eval
 def test_flips_are_of_the_rows_and_examples_that_are_scored(data_dir):
     """The command passes on what it was given: here, what is refused."""
-    given = {"model": DEMO, "dtype": "auto", "device": "cpu", "data_dir": data_dir, "limit": 2, "batch_size": 2}
+    given = {"model": MODEL, "dtype": "auto", "device": "cpu", "data_dir": data_dir, "limit": 2, "batch_size": 2}
     given |= {"chat_template": False, "backend": "reference"}
     for own, says in (
         ({"num_fewshot": 4, "split": None}, "num_fewshot=4: arc_easy has 3 rows"),
@@ -259,14 +232,14 @@ def test_flips_are_of_the_rows_and_examples_that_are_scored(data_dir):
 
 
 @needs_lm_eval
-def test_flips_of_tasks_without_choices_are_refused_at_once(demo, data_dir, monkeypatch, capsys):
+def test_flips_of_tasks_without_choices_are_refused_at_once(demo, data_dir, monkeypatch, error_line):
     """Before a model is loaded, or computes."""
     changes = {"output_type": "generate_until", "doc_to_target": "{{answerKey}}", "doc_to_choice": None}
     changes |= {"generation_kwargs": {"until": ["."]}, "metric_list": [{"metric": "bypass"}]}
     task = load_local(local_task("arc_easy", data_dir, **changes))  # in the place of lm-eval's, which is on the Hub
     monkeypatch.setattr(harness, "load_tasks", lambda *_: ({"tasks": {"arc_easy": task}}, {}))
-    assert main(["eval", "absent/model", "--tasks", "arc_easy", "--flips"]) == 1
-    assert "multiple-choice tasks alone, such as arc_easy or hellaswag; arc_easy is none" in capsys.readouterr().err
+    line = error_line("eval", "absent/model", "--tasks", "arc_easy", "--flips")
+    assert "multiple-choice tasks alone, such as arc_easy or hellaswag; arc_easy is none" in line
     with pytest.raises(ValueError, match="arc_easy is none"):
         answer_flips(*demo, ["arc_easy"])
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from hf_twell.cli import main
 from hf_twell.files.folders import check_target, whole_folder
 from tests.paths import DEMO
 from tests.train.test_checkpoints import make_model_folder
@@ -29,31 +28,25 @@ def mounted(request, tmp_path):
     subprocess.run(["umount", folder], check=True)
 
 
-def error_line(capsys) -> str:
-    return capsys.readouterr().err.splitlines()[-1]
-
-
-def test_a_mount_point_is_refused_before_the_work_and_takes_folders(mounted, capsys):
+def test_a_mount_point_is_refused_before_the_work_and_takes_folders(mounted, error_line):
     for overwrite in (False, True):
-        with pytest.raises(
-            ValueError, match=r"a mount is a mount point, .*; name a folder in it, such as .*/a mount/m"
-        ):
+        says = r"a mount is a mount point, .*; name a folder in it, such as .*/a mount/m"
+        with pytest.raises(ValueError, match=says):
             check_target(mounted, overwrite=overwrite)
-    assert main(["sparsify", "absent", str(mounted)]) == 1, "before a model is loaded"
-    assert "is a mount point" in error_line(capsys)
+    assert "is a mount point" in error_line("sparsify", "absent", mounted), "before a model is loaded"
     with whole_folder(mounted / "model") as folder:
         (folder / "config.json").write_text("{}")
     assert [path.name for path in mounted.iterdir()] == ["model"]
 
 
-def test_a_run_whose_final_model_would_lie_on_a_mount_point_is_refused(tmp_path, capsys):
+def test_a_run_whose_final_model_would_lie_on_a_mount_point_is_refused(tmp_path, error_line):
     final = tmp_path / "out" / "final"
     final.mkdir(parents=True)
     mount("-t", "tmpfs", "none", final)
     try:
         for options in ([], ["--overwrite"]):
-            assert main(["train", str(DEMO.with_suffix(".yaml")), f"output_dir={tmp_path / 'out'}", *options]) == 1
-            assert "is a mount point" in error_line(capsys)
+            line = error_line("train", DEMO.with_suffix(".yaml"), f"output_dir={tmp_path / 'out'}", *options)
+            assert "is a mount point" in line
     finally:
         subprocess.run(["umount", final], check=True)
 
@@ -78,7 +71,7 @@ def test_work_outlasts_a_place_that_cannot_be_taken(tmp_path):
 
 
 @pytest.mark.parametrize("command", ["eval", "inspect"])
-def test_results_are_written_over_nothing_that_is_read(command, tmp_path, capsys):
+def test_results_are_written_over_nothing_that_is_read(command, tmp_path, error_line):
     model, texts = tmp_path / "model", tmp_path / "texts"
     make_model_folder(model)
     texts.mkdir()
@@ -93,14 +86,12 @@ def test_results_are_written_over_nothing_that_is_read(command, tmp_path, capsys
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     for name, outputs in given.items():
         for output in outputs:
-            assert main([command, str(name), *read, "--output", str(output)]) == 1
-            assert error_line(capsys).endswith(
-                f"--output {output} is read itself, and would be lost; name another file"
-            )
+            line = error_line(command, name, *read, "--output", output)
+            assert line.endswith(f"--output {output} is read itself, and would be lost; name another file")
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     (model / "scores.json").write_text("{}")
-    assert main([command, str(model), *read, "--output", str(model / "scores.json")]) == 1
-    assert "is read itself" not in error_line(capsys), "a result of before may be replaced"
+    line = error_line(command, model, *read, "--output", model / "scores.json")
+    assert "is read itself" not in line, "a result of before may be replaced"
 
 
 def test_an_input_is_not_replaced(tmp_path):
@@ -114,24 +105,21 @@ def test_an_input_is_not_replaced(tmp_path):
     assert check_target(model, overwrite=True, inputs=["a/name", None, str(tmp_path)]) == model
 
 
-def test_a_run_does_not_replace_the_model_that_it_begins_with(tmp_path, capsys):
+def test_a_run_does_not_replace_the_model_that_it_begins_with(tmp_path, error_line):
     final = tmp_path / "out" / "final"
     shutil.copytree(DEMO / "model", final, ignore=shutil.ignore_patterns("README.md", "pretrain.json"))
     changes = [f"output_dir={final.parent}", "--overwrite"]
     for change in (f"model={final}", f"distill={{parent: {final}}}"):
-        assert main(["train", str(DEMO.with_suffix(".yaml")), change, *changes]) == 1
-        assert "is the model itself, which would be lost" in error_line(capsys)
+        line = error_line("train", DEMO.with_suffix(".yaml"), change, *changes)
+        assert "is the model itself, which would be lost" in line
 
 
-def test_a_run_leaves_the_checkpoints_of_another_training_alone(tmp_path, capsys):
+def test_a_run_leaves_the_checkpoints_of_another_training_alone(tmp_path, error_line):
     checkpoint = tmp_path / "out" / "checkpoint-20"
     make_model_folder(checkpoint)
     (checkpoint / "trainer_state.json").write_text("{}")
-    assert main(["train", str(DEMO.with_suffix(".yaml")), f"output_dir={checkpoint.parent}", "--overwrite"]) == 1
-    assert (
-        "checkpoint-20 is from another training, or its saving was interrupted; this one would write over it"
-        in error_line(capsys)
-    )
+    line = error_line("train", DEMO.with_suffix(".yaml"), f"output_dir={checkpoint.parent}", "--overwrite")
+    assert "checkpoint-20 is from another training, or its saving was interrupted; this one would write over it" in line
 
 
 @pytest.mark.parametrize(
@@ -143,11 +131,10 @@ def test_a_run_leaves_the_checkpoints_of_another_training_alone(tmp_path, capsys
         ("bench.png", "mine", "bench.png lies there without rows, so it is another's"),
     ],
 )
-def test_bench_adds_to_its_checkpoint_rows_alone(name, content, says, tmp_path, capsys):
+def test_bench_adds_to_its_checkpoint_rows_alone(name, content, says, tmp_path, error_line):
     pytest.importorskip("matplotlib")
     (tmp_path / name).write_text(content)
-    assert main(["bench", "ffn", "--tokens", "1", "--device", "cpu", "--output", str(tmp_path)]) == 1
-    assert says in error_line(capsys)
+    assert says in error_line("bench", "ffn", "--tokens", "1", "--device", "cpu", "--output", tmp_path)
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(name, content)]
 
 
@@ -158,7 +145,7 @@ def test_pretraining_writes_over_nothing(tmp_path, capsys):
     for output, bundle in ((tmp_path, tmp_path / "new"), (tmp_path / "new", tmp_path)):
         with pytest.raises(SystemExit):
             script["main"]([*given, str(output), "--bundle", str(bundle)])
-        assert "exists, and would be written over" in error_line(capsys)
+        assert "exists, and would be written over" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_an_average_does_not_replace_what_it_is_made_of(tmp_path, capsys):

@@ -8,9 +8,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from hf_twell.recipe.packing import documents_of, token_ids
-from tests.paths import ROOT
+from tests.paths import MODEL
 
-DEMO = ROOT / "recipes" / "demo" / "model"
 TALK = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "That."}]
 CALL = [{"type": "function", "function": {"name": "add", "arguments": "{}"}}]
 
@@ -171,7 +170,7 @@ def test_rows_of_parquet_that_cannot_be_read_are_told_by_their_place(tmp_path):
 
 
 def test_what_a_chat_template_does_not_take_is_told_by_its_place(tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
     path = tmp_path / "rows.jsonl"
     path.write_text(messages({"role": "bot"}))
     with pytest.raises(ValueError, match=r"rows.jsonl, line 1: .* has no chat template to read messages by"):

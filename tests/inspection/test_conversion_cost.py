@@ -18,6 +18,7 @@ from hf_twell.inspection.passages import windows
 from hf_twell.inspection.report.findings import conversion_sentence, increase
 from hf_twell.inspection.report.page import render
 from tests.conftest import ids, shared_path, tiny_llama
+from tests.measure.test_measurement import state
 from tests.paths import DEMO, HELDOUT
 
 VOCAB = 3072  # of the demo model's tokenizer
@@ -32,21 +33,12 @@ def ungated(**changes) -> GPTNeoXForCausalLM:
 MODELS = {"llama": tiny_llama, "gelu": lambda **c: tiny_llama(hidden_act="gelu", **c), "ungated": ungated}
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(DEMO / "model")
-
-
 @pytest.fixture
 def text(tmp_path) -> Path:
     """Several documents of different lengths, so that windows are padded."""
     path = tmp_path / "text.txt"
     path.write_text("\n<|endoftext|>\n".join(["The cell is small.", HELDOUT.read_text()[:700], "A plant grows in it."]))
     return path
-
-
-def state(model) -> list:
-    return [(module.training, len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()]
 
 
 def blocks(model, input_ids) -> list[tuple]:
@@ -262,9 +254,8 @@ def test_the_command_says_it(inspected, capsys):
     printed = summary(inspected)
     assert "negative gates carry" in printed
     assert "Loss before any training, on the first 120 tokens:" in printed
-    assert f"strongest 10 %  {cost['oracle'][3]['loss']:.4g}".split() in [
-        line.split()[:4] for line in printed.splitlines()
-    ]
+    lines = [line.split()[:4] for line in printed.splitlines()]
+    assert f"strongest 10 %  {cost['oracle'][3]['loss']:.4g}".split() in lines
     assert conversion_sentence(inspected) in printed
     page = render(inspected)
     assert "What a conversion would cost" in page
@@ -284,9 +275,8 @@ def test_the_conclusion(inspected):
     assert "(+16 %). That is little: a short fine-tuning may do;" in conversion_sentence(result)
     result["conversion"]["relu"] = {"loss": None, "increase": None}
     assert "overflow" in conversion_sentence(result)
-    assert [increase(value) for value in (None, 0.008, -0.02, 0.099, 0.4, 12)] == [
-        *("n/a", "+0.8 %", "-2.0 %", "+9.9 %", "+40 %", "+1,200 %")
-    ]
+    shown = ["n/a", "+0.8 %", "-2.0 %", "+9.9 %", "+40 %", "+1,200 %"]
+    assert [increase(value) for value in (None, 0.008, -0.02, 0.099, 0.4, 12)] == shown
 
 
 def test_losses_that_overflow_are_none(tokenizer, text):

@@ -188,10 +188,7 @@ def test_every_column_holds_its_figure(results):
     page = render(result)
     shown = tables(page)
     for layer, some, kinds in zip(
-        result["layers"],
-        shown["How many neurons fire"],
-        shown["Which neurons fire, and how strongly"],
-        strict=True,
+        result["layers"], shown["How many neurons fire"], shown["Which neurons fire, and how strongly"], strict=True
     ):
         quantiles = {f"L0: {name}": layer["l0_quantiles"][name] for name in ("p10", "p50", "p90", "p99", "max")}
         assert some == {

@@ -7,8 +7,14 @@ import torch
 from torch import library
 
 from hf_twell.ops import api, build, reference
-from tests.ffn_cases import DTYPES, ISAS, cpu_ffn
-from tests.quantized_cases import assert_as_good_as_eager, dense_in, quantize
+from tests.ffn_cases import cpu_ffn
+from tests.quantized_cases import (
+    assert_as_good_as_eager,
+    assert_scales_reach_their_own_sums,
+    dense_in,
+    quantize,
+    strided,
+)
 from tests.quantized_cases import quantized_case as int8_case
 
 pytestmark = [
@@ -18,16 +24,12 @@ pytestmark = [
 ORDER = ("x", "w_up", "w_down", "w_gate", "b_up", "b_down", "b_gate", "s_up", "s_down", "s_gate")
 
 
-@pytest.mark.parametrize("isa", ISAS, indirect=True)
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("density", [0.0, "one", 0.01, 0.5, 1.0])
 def test_every_path_is_as_good_as_eager(isa, dtype, density):
     for tokens, by_column in itertools.product((0, 1, 2, 3, 5, 63, 199), (True, False)):
         assert_as_good_as_eager(cpu_ffn, int8_case(tokens, 40, 172, density, dtype, by_column=by_column))
 
 
-@pytest.mark.parametrize("isa", ISAS, indirect=True)
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gated", [True, False])
 def test_odd_sizes_biases_and_no_gate(isa, dtype, gated):
     # 37 and 133 are multiples of no vector, tile, panel or cache line.
@@ -37,7 +39,6 @@ def test_odd_sizes_biases_and_no_gate(isa, dtype, gated):
         assert_as_good_as_eager(cpu_ffn, case)
 
 
-@pytest.mark.parametrize("isa", ISAS, indirect=True)
 @pytest.mark.parametrize("by_column", [True, False])
 def test_rows_longer_than_a_slice_in_threads(isa, by_column):
     """2,085 columns are several of every slice that kernels cut rows into, with something left over."""
@@ -60,7 +61,6 @@ def test_wide_blocks_and_many_tokens():
         assert_as_good_as_eager(cpu_ffn, case)
 
 
-@pytest.mark.parametrize("isa", ISAS, indirect=True)
 @pytest.mark.parametrize("tokens", [1, 5, 70])
 def test_every_int8_value_is_itself(isa, tokens):
     """Also -128, which has no positive counterpart."""
@@ -79,29 +79,11 @@ def test_every_int8_value_is_itself(isa, tokens):
     )
 
 
-@pytest.mark.parametrize("isa", ISAS, indirect=True)
 @pytest.mark.parametrize("tokens", [1, 4, 70])
 @pytest.mark.parametrize("by_column", [True, False])
 def test_scales_of_zero_nan_and_infinity(isa, tokens, by_column):
     case = int8_case(tokens, 40, 172, 0.06, torch.bfloat16, by_column=by_column)
-    for name in ("up", "gate"):
-        case[f"s_{name}"][::3] = 0
-        case[f"w_{name}"][::3] = 0
-    case["s_down"][::5] = 0
-    assert_as_good_as_eager(cpu_ffn, case)
-    plain = cpu_ffn(**case)
-    for value in (float("nan"), float("inf")):
-        # A column of y follows its row of down_proj, and no other.
-        broken = case | {"s_down": case["s_down"].clone()}
-        broken["s_down"][7] = value
-        y = cpu_ffn(**broken)
-        assert not y[:, 7].isfinite().any()
-        kept = torch.arange(40) != 7
-        assert torch.equal(y[:, kept], plain[:, kept])
-    # A NaN gate counts as active, as relu keeps it.
-    broken = case | {"s_gate": case["s_gate"].clone()}
-    broken["s_gate"][5] = float("nan")
-    assert cpu_ffn(**broken).isnan().any(1).all()
+    assert_scales_reach_their_own_sums(cpu_ffn, case, lambda case: assert_as_good_as_eager(cpu_ffn, case))
 
 
 def plain_case(tokens, hidden, intermediate, dtype, *, x=None, bias=-1.0, seed=3):
@@ -122,8 +104,6 @@ def plain_case(tokens, hidden, intermediate, dtype, *, x=None, bias=-1.0, seed=3
     return case
 
 
-@pytest.mark.parametrize("isa", ISAS, indirect=True)
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("hidden", [1, 17, 63, 65, 130])
 def test_every_number_of_few_tokens(isa, dtype, hidden):
     # 101 neurons are no multiple of a register tile.
@@ -131,8 +111,6 @@ def test_every_number_of_few_tokens(isa, dtype, hidden):
         assert_as_good_as_eager(cpu_ffn, plain_case(tokens, hidden, 101, dtype))
 
 
-@pytest.mark.parametrize("isa", ISAS, indirect=True)
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("seen", [True, False])
 def test_outliers_leave_the_other_elements_their_precision(isa, dtype, seen):
     """Also where the weights see only the others."""
@@ -146,8 +124,6 @@ def test_outliers_leave_the_other_elements_their_precision(isa, dtype, seen):
         assert_as_good_as_eager(cpu_ffn, one)
 
 
-@pytest.mark.parametrize("isa", ISAS, indirect=True)
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [2.0**-24, 2.0**-14, 1.0, 2.0**6])
 def test_tokens_of_every_size(isa, dtype, size):
     """Down to the smallest numbers of float16, and to bfloat16's that no power of two of float32 makes large."""
@@ -159,8 +135,6 @@ def test_tokens_of_every_size(isa, dtype, size):
         assert cpu_ffn(**case).isfinite().all()
 
 
-@pytest.mark.parametrize("isa", ISAS, indirect=True)
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens", [1, 2, 6, 20])
 def test_zero_tokens_and_inactive_ones_are_zero(isa, dtype, tokens):
     case = plain_case(tokens, 65, 101, dtype, bias=0.0)
@@ -171,7 +145,6 @@ def test_zero_tokens_and_inactive_ones_are_zero(isa, dtype, tokens):
     assert not cpu_ffn(**plain_case(tokens, 65, 101, dtype, bias=-100.0)).any()
 
 
-@pytest.mark.parametrize("isa", ISAS, indirect=True)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 def test_nonfinite_elements_give_what_a_dense_block_gives(isa, dtype, value):
@@ -185,7 +158,6 @@ def test_nonfinite_elements_give_what_a_dense_block_gives(isa, dtype, value):
         assert torch.allclose(y[others].float(), expected.float(), rtol=2**-6, atol=2**-6)
 
 
-@pytest.mark.parametrize("isa", ISAS, indirect=True)
 @pytest.mark.parametrize("hidden", [16384, 65536, 65600])
 def test_sums_as_large_as_they_get(isa, hidden):
     """65,536 products of 255 by -128 are what 32 bits hold."""
@@ -199,8 +171,6 @@ def test_sums_as_large_as_they_get(isa, hidden):
         assert y[0, 0].item() == torch.tensor(max(value * weight * hidden, 0.0)).bfloat16().item()
 
 
-@pytest.mark.parametrize("isa", ISAS, indirect=True)
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens", [8, 21, 70])
 def test_no_gate_near_zero_gets_the_wrong_sign(isa, dtype, tokens):
     """Sums of whole numbers, as exact as kernels must be: -1, 0 or 1 for one token of each neuron, else far below."""
@@ -227,7 +197,6 @@ def test_no_gate_near_zero_gets_the_wrong_sign(isa, dtype, tokens):
     assert torch.equal(y[:, :neurons].float(), torch.relu(gate).T)
 
 
-@pytest.mark.parametrize("isa", ISAS, indirect=True)
 @pytest.mark.parametrize("tokens", [8, 70])
 def test_scales_of_either_sign_and_biases_may_turn_a_gate(isa, tokens):
     case = int8_case(tokens, 65, 101, 0.05, torch.bfloat16)
@@ -240,8 +209,6 @@ def test_scales_of_either_sign_and_biases_may_turn_a_gate(isa, tokens):
     assert_as_good_as_eager(cpu_ffn, case | {"b_gate": torch.full((101,), 0.5, dtype=torch.bfloat16)})
 
 
-@pytest.mark.parametrize("isa", ISAS, indirect=True)
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_nan_inputs_stay_with_their_token(isa, dtype):
     case = int8_case(70, 40, 172, 0.01, dtype)
     case["x"][5] = float("nan")
@@ -252,14 +219,7 @@ def test_nan_inputs_stay_with_their_token(isa, dtype):
 
 def test_noncontiguous_x_scales_and_weights():
     case = int8_case(60, 40, 172, 0.05, torch.bfloat16, biases=True)
-    flat = cpu_ffn(**case)
-    x = case["x"].view(3, 4, 5, 40)
-    case["x"] = x.transpose(0, 2).contiguous().transpose(0, 2)
-    case["w_up"] = torch.stack([case["w_up"]] * 2, 1)[:, 0]
-    case["w_down"] = torch.cat([case["w_down"]] * 2, 1)[:, :172]
-    case["s_down"] = torch.stack([case["s_down"].flatten()] * 2, 1)[:, 0]
-    case["s_up"] = case["s_up"].flatten()
-    assert torch.equal(cpu_ffn(**case), flat.view(3, 4, 5, 40))
+    assert torch.equal(cpu_ffn(**strided(case)).flatten(0, 2), cpu_ffn(**case))
 
 
 def test_autocast_leaves_weights_and_scales_alone():

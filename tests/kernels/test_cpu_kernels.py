@@ -30,16 +30,12 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("isa", ISAS, indirect=True)
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens", [0, 1, 63, 199, 1025])
 @pytest.mark.parametrize("density", [0.0, "one", 0.01, 0.5, 1.0])
 def test_every_path_is_as_good_as_eager(isa, dtype, tokens, density):
     assert_as_good_as_eager(cpu_ffn, make_case(tokens, 40, 172, density, dtype))
 
 
-@pytest.mark.parametrize("isa", ISAS, indirect=True)
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("gated", "biases"), itertools.product([True, False], [True, False]))
 @pytest.mark.parametrize("density", [0.05, 1.0])
 def test_odd_sizes_biases_and_no_gate(isa, dtype, gated, biases, density):
@@ -48,8 +44,6 @@ def test_odd_sizes_biases_and_no_gate(isa, dtype, gated, biases, density):
         assert_as_good_as_eager(cpu_ffn, make_case(tokens, 37, 133, density, dtype, gated=gated, biases=biases))
 
 
-@pytest.mark.parametrize("isa", ISAS, indirect=True)
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("density", [0.01, 0.1, 1.0])
 def test_the_count_term_beside_l1_and_alone(isa, dtype, gated, density):
@@ -67,7 +61,6 @@ def test_the_count_term_beside_l1_and_alone(isa, dtype, gated, density):
     assert relative_rms(with_term[first], truth[first]) < {torch.float32: 1e-5}.get(dtype, 2**-6)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("intermediate", [4864, 5632, 18944])
 @pytest.mark.parametrize("tokens", [1, 63, 199])
 def test_wide_blocks(dtype, intermediate, tokens):
@@ -80,7 +73,6 @@ def test_more_tokens_than_sixteen_bits_count(dtype, density):
     assert_as_good_as_eager(cpu_ffn, make_case(65_537, 16, 96, density, dtype))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens", [2, 20, 199])
 @pytest.mark.parametrize("density", [0.02, 1.0])
 def test_down_stored_by_columns(dtype, tokens, density):
@@ -101,8 +93,6 @@ def three_threads():
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("isa", ISAS, indirect=True)
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("by_column", [True, False])
 def test_rows_longer_than_a_slice_in_threads(isa, dtype, by_column, three_threads):
     """2,085 columns are several of every slice that kernels cut rows into, with something left over."""
@@ -120,8 +110,6 @@ def shared_by_all(case, every):
     return case
 
 
-@pytest.mark.parametrize("isa", ISAS, indirect=True)
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("tokens", "hidden"), [(16, 40), (33, 133), (65, 37), (300, 200)])
 def test_rows_that_neighbours_share(isa, dtype, tokens, hidden):
     """Products over them, alone and beside gathered pairs; no size is a multiple of a tile, a strip or a panel."""
@@ -138,7 +126,6 @@ def runs_matmuls(case):
 
 
 @pytest.mark.parametrize("isa", [isa for isa in ISAS if isa != "amx"], indirect=True)
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_many_dense_tokens_take_kernels_where_they_share_neurons(isa, dtype):
     """A quarter of the pairs is active in either case: the same neurons for all tokens, or others for each kind."""
     for tokens, alike_pays in ((127, False), (128, True), (1100, True)):
@@ -164,8 +151,6 @@ def test_several_groups_of_neurons_that_many_tokens_share():
     assert_as_good_as_eager(cpu_ffn, make_case(2100, 40, 900, 0.1, torch.bfloat16, biases=True))
 
 
-@pytest.mark.parametrize("isa", ISAS, indirect=True)
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_an_h_of_zero_has_no_sign_and_is_not_counted(isa, dtype):
     for tokens in (3, 199):
         case = make_case(tokens, 40, 172, 0.06, dtype)
@@ -190,7 +175,6 @@ def test_dense_tokens_between_sparse_ones(first):
         assert_as_good_as_eager(cpu_ffn, case)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("tokens", "capacity"), [(199, 1), (199, 3), (199, 172), (900, 1)])
 def test_pairs_beyond_the_capacity_are_computed_again(dtype, tokens, capacity, monkeypatch):
     monkeypatch.setattr(api, "saved_capacity", lambda device, intermediate: capacity)
@@ -208,8 +192,6 @@ def test_saved_state_is_compact():
     assert held < 0.2 * 512 * 5632 * 2, "less than a fifth of one dense (T, F) tensor"
 
 
-@pytest.mark.parametrize("isa", ISAS, indirect=True)
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_nan_gates_count_as_active(isa, dtype):
     case = make_case(70, 40, 172, 0.01, dtype)
     case["x"][5] = float("nan")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_twell.ops import build
-from tests.ffn_cases import DTYPES, ISAS, KINDS, assert_as_good_as_eager, cpu_ffn, make_case
+from tests.ffn_cases import KINDS, assert_as_good_as_eager, cpu_ffn, make_case
 
 pytestmark = [
     pytest.mark.usefixtures("poisoned_buffers"),
@@ -33,8 +33,6 @@ def saved_pairs(case):
     return counts, *(part[: counts.sum()] for part in lists)
 
 
-@pytest.mark.parametrize("isa", ISAS, indirect=True)
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("hidden", "width"), [(37, 133), (549, 172), (2085, 172), (4133, 97)])
 @pytest.mark.parametrize("gated", [True, False])
 def test_every_pair_is_found_with_its_values(isa, dtype, hidden, width, gated):
@@ -54,7 +52,6 @@ def test_every_pair_is_found_with_its_values(isa, dtype, hidden, width, gated):
             torch.testing.assert_close(found.double(), truth[active], rtol=CLOSE[dtype], atol=CLOSE[dtype])
 
 
-@pytest.mark.parametrize("isa", ISAS, indirect=True)
 @pytest.mark.parametrize("by_column", [True, False])
 @pytest.mark.parametrize("hidden", [200, 1093])
 def test_neurons_of_few_tokens_beside_shared_ones(isa, by_column, hidden):

@@ -48,8 +48,7 @@ def test_one_pass_gives_what_the_reference_gives(shape, gated, dtype, count):
         results.append([h, *(t.grad for t in inputs), tally.grad])
     rounding = 2**-8 if dtype == torch.bfloat16 else 2**-11
     for ours, truth in zip(results[0][:-1], results[1][:-1], strict=True):
-        assert ours.dtype == dtype
-        assert ours.shape == truth.shape
+        assert (ours.dtype, ours.shape) == (dtype, truth.shape)
         # The count's derivative is within 1e-6 of itself, and what it is added to may be as large.
         torch.testing.assert_close(
             ours.double(), truth.double(), rtol=1.01 * rounding, atol=1e-7 if count is None else 4e-6

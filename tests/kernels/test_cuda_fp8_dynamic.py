@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import library
 
-from hf_twell.blocks.calls import store_density, takes_kernels
+from hf_twell.blocks.calls import takes_kernels
 from hf_twell.blocks.modeling import SparseFfn, sparse_ffns
 from hf_twell.dispatch.limits import limit
 from hf_twell.models.quantizing import make_dynamic, quantize_block
@@ -21,9 +21,20 @@ from tests.conftest import tiny_llama
 from tests.ffn_cases import make_case, relative_rms
 from tests.kernels import test_cuda_kernels
 from tests.kernels.test_cuda_kernels import DTYPES, by_columns, on_gpu, poison, scattered_case
-from tests.kernels.test_cuda_models import on_reference, runs_kernels, sparse_model, tokens_of
+from tests.kernels.test_cuda_models import on_reference, sparse_model, tokens_of
+from tests.kernels.test_cuda_quantized import assert_goes_by_its_stored_density
 from tests.ops.test_quantized_x import awkward_rows, same
-from tests.quantized_cases import assert_as_good_as_eager, eager_by_rows, quantized, quantized_case, truth_of
+from tests.quantized_cases import (
+    assert_as_good_as_eager,
+    assert_compiles_and_replays,
+    assert_nan_weights_reach_their_own_sums,
+    assert_scales_reach_their_own_sums,
+    eager_by_rows,
+    quantized,
+    quantized_case,
+    strided,
+    truth_of,
+)
 
 pytestmark = [
     *test_cuda_kernels.pytestmark,
@@ -260,64 +271,19 @@ def test_nan_and_infinite_tokens_stay_alone(value, gated):
 @pytest.mark.parametrize(("tokens", "hidden", "width"), [(65, 144, 769), (300, 576, 1536)])
 def test_scales_of_zero_nan_and_infinity(tokens, hidden, width, by_column):
     case = case_of(tokens, hidden, width, 0.06, torch.bfloat16, by_column=by_column)
-    for name in ("up", "gate"):
-        case[f"s_{name}"][::3] = 0
-        case[f"w_{name}"].view(torch.int8)[::3] = 0
-    case["s_down"][::5] = 0
-    assert_right(case)
-    plain = dynamic_ffn(**case)
-    for value in (float("nan"), float("inf")):
-        broken = case | {"s_down": case["s_down"].clone()}
-        broken["s_down"][7] = value
-        y = dynamic_ffn(**broken)
-        assert not y[:, 7].isfinite().any()
-        kept = torch.arange(hidden) != 7
-        assert torch.equal(y[:, kept], plain[:, kept])
-    broken = case | {"s_gate": case["s_gate"].clone()}
-    broken["s_gate"][5] = float("nan")
-    assert dynamic_ffn(**broken).isnan().any(1).all(), "a NaN gate counts as active"
+    assert_scales_reach_their_own_sums(dynamic_ffn, case, assert_right)
 
 
 @pytest.mark.parametrize("tokens", [65, 300])
 def test_nan_weights_reach_what_they_are_summed_with(tokens):
-    case = case_of(tokens, 144, 769, 0.06, torch.bfloat16)
-    plain = dynamic_ffn(**case)
-    active_TF = reference.linear(case["x"].float(), case["w_gate"], case["s_gate"]) > 0  # masks no rounding changes
-    neuron = active_TF[0].nonzero()[0].item()
-    active = active_TF[:, neuron]
-
-    def broken(name, row, column):
-        values = case[name].clone()
-        values.view(torch.int8)[row, column] = 0x7F
-        return dynamic_ffn(**case | {name: values})
-
-    assert broken("w_gate", 5, 3).isnan().all(), "a NaN gate counts as active, for every token"
-    y = broken("w_up", neuron, 143)
-    assert y[active].isnan().all()
-    kept = ~y.isnan().all(1)
-    assert torch.equal(y[kept], plain[kept])
-    y = broken("w_down", 7, neuron)
-    assert y[active, 7].isnan().all()
-    others = torch.arange(144) != 7
-    assert torch.equal(y[:, others], plain[:, others])
+    assert_nan_weights_reach_their_own_sums(dynamic_ffn, case_of(tokens, 144, 769, 0.06, torch.bfloat16))
 
 
 def test_noncontiguous_x_scales_and_weights():
     case = case_of(180, 144, 769, 0.05, torch.bfloat16, biases=True)
     flat = dynamic_ffn(**case)
-    x = case["x"].view(3, 4, 15, 144)
-    case["x"] = x.transpose(0, 2).contiguous().transpose(0, 2)
-
-    def bits(name):
-        return case[name].view(torch.int8)
-
-    case["w_up"] = torch.stack([bits("w_up")] * 2, 1)[:, 0].view(torch.float8_e4m3fn)
-    case["w_gate"] = torch.cat([bits("w_gate")] * 2, 1)[:, :144].view(torch.float8_e4m3fn)
-    case["w_down"] = torch.cat([bits("w_down")] * 2, 1)[:, :769].view(torch.float8_e4m3fn)
-    case["s_down"] = torch.stack([case["s_down"].flatten()] * 2, 1)[:, 0]
-    case["s_up"] = case["s_up"].flatten()
-    assert torch.equal(dynamic_ffn(**case), flat.view(3, 4, 15, 144))
-    by_column = case | {"x": case["x"].reshape(180, 144).t().contiguous().t()}
+    assert torch.equal(dynamic_ffn(**strided(case)).flatten(0, 2), flat)
+    by_column = case | {"x": case["x"].t().contiguous().t()}
     assert torch.equal(dynamic_ffn(**by_column), flat)
 
 
@@ -328,15 +294,7 @@ def test_opcheck_compilation_and_graphs(tokens):
     checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     arguments = [case.get(name) for name in ORDER]
     library.opcheck(torch.ops.hf_twell.infer.default, (*arguments, True), test_utils=checks)
-    expected = dynamic_ffn(**case)
-    assert torch.equal(torch.compile(lambda **inputs: dynamic_ffn(**inputs), fullgraph=True)(**case), expected)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = dynamic_ffn(**case)
-    for factor in (1.0, -1.0, 3.0):
-        case["x"] *= factor
-        graph.replay()
-        assert torch.equal(y, dynamic_ffn(**case))
+    assert_compiles_and_replays(dynamic_ffn, case)
 
 
 def test_a_captured_graph_follows_its_density():
@@ -414,9 +372,8 @@ def test_what_kernels_do_not_take():
         ((200, 48, 172, 0.05, torch.float32), "float32"),
     ):
         case = case_of(*options)
-        with pytest.raises(
-            ValueError, match=f"backend 'cuda' cannot compute this: x of more than 64 tokens.*{message}"
-        ):
+        says = f"backend 'cuda' cannot compute this: x of more than 64 tokens.*{message}"
+        with pytest.raises(ValueError, match=says):
             dynamic_ffn(**case)
         with torch.no_grad():
             assert torch.equal(api.ffn(**case, quantize_x=True), reference.ffn(**case, quantize_x=True))
@@ -471,20 +428,7 @@ def test_a_block_of_torchao(dynamic_down, tokens, monkeypatch):
 @pytest.mark.parametrize("dynamic_down", [True, False])
 def test_a_compiled_block_goes_by_its_stored_density(dynamic_down, evaluated):
     """`evaluated`: down_proj lies by columns, as an eager call has left it."""
-    torch._dynamo.reset()
-    ffn, x = block_of(dynamic_down)
-    if evaluated:
-        ffn(x)
-    plain = copy.deepcopy(ffn)
-    plain.twell.backend = "reference"
-    store_density([ffn], [0.5])
-    compiled, compiled_plain = (torch.compile(each, fullgraph=True, dynamic=False) for each in (ffn, plain))
-    for tokens in (20, 65, 300):
-        part = x[:tokens]
-        y, y_plain = compiled(part), compiled_plain(part)
-        assert tokens == 20 or torch.equal(y, y_plain)
-        assert runs_kernels(lambda part=part: compiled(part)) == (tokens == 20)
-        assert not runs_kernels(lambda part=part: compiled_plain(part))
+    assert_goes_by_its_stored_density(*block_of(dynamic_down), evaluated, (20,))
 
 
 @torch.no_grad()

@@ -37,8 +37,8 @@ def sparse_model(name="llama", dtype=torch.bfloat16, backend="cuda"):
 
 
 def first_block_and_input():
-    x = torch.randn(2, 50, 64, device="cuda", dtype=torch.bfloat16)
-    return sparse_model(backend="auto").model.layers[0].mlp, x
+    block = sparse_model(backend="auto").model.layers[0].mlp
+    return block, torch.randn(2, 50, 64, device="cuda", dtype=torch.bfloat16)
 
 
 def on_reference(model, dtype=None):
@@ -62,10 +62,10 @@ def watch(monkeypatch) -> list:
     return calls
 
 
-def assert_logits_as_good(ours, model, tokens):
-    """At most twice the error of the reference backend in the same dtype against the same model in fp32."""
+def assert_logits_as_good(ours, model, tokens, first=0):
+    """From the `first` token on, at most twice the error of the reference backend in the same dtype against fp32."""
     with torch.no_grad():
-        eager, truth = on_reference(model)(tokens).logits, on_reference(model, torch.float32)(tokens).logits
+        eager, truth = (on_reference(model, dtype)(tokens).logits[:, first:] for dtype in (None, torch.float32))
     assert relative_rms(ours, truth) <= 2 * relative_rms(eager, truth)
 
 
@@ -85,23 +85,12 @@ def test_prefill(name, dtype, monkeypatch):
 def test_generation_with_a_static_cache(name, batch, monkeypatch):
     model, prompt, new = sparse_model(name), tokens_of(batch, 12), 8
     calls = watch(monkeypatch)
-    out = model.generate(
-        prompt,
-        max_new_tokens=new,
-        min_new_tokens=new,
-        do_sample=False,
-        cache_implementation="static",
-        disable_compile=True,
-        return_dict_in_generate=True,
-        output_logits=True,
-    )
+    options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "cache_implementation": "static"}
+    out = model.generate(prompt, **options, disable_compile=True, return_dict_in_generate=True, output_logits=True)
     assert len(calls) == 2 * new
     ours = torch.stack(out.logits, 1)
     assert torch.equal(ours.argmax(-1)[:, 0], out.sequences[:, 12])
-    with torch.no_grad():
-        eager = on_reference(model)(out.sequences[:, :-1]).logits[:, 11:]
-        truth = on_reference(model, torch.float32)(out.sequences[:, :-1]).logits[:, 11:]
-    assert relative_rms(ours, truth) <= 2 * relative_rms(eager, truth)
+    assert_logits_as_good(ours, model, out.sequences[:, :-1], first=11)
 
 
 def test_generation_compiled_as_transformers_does_it():
@@ -112,10 +101,7 @@ def test_generation_compiled_as_transformers_does_it():
     out = model.generate(prompt, **options, return_dict_in_generate=True, output_logits=True)
     again = model.generate(prompt, **options)
     assert torch.equal(out.sequences, again)
-    with torch.no_grad():
-        eager = on_reference(model)(out.sequences[:, :-1]).logits[:, 11:]
-        truth = on_reference(model, torch.float32)(out.sequences[:, :-1]).logits[:, 11:]
-    assert relative_rms(torch.stack(out.logits, 1), truth) <= 2 * relative_rms(eager, truth)
+    assert_logits_as_good(torch.stack(out.logits, 1), model, out.sequences[:, :-1], first=11)
 
 
 @torch.no_grad()
@@ -202,10 +188,7 @@ def test_a_compiled_block_that_is_asked_for_kernels_or_knows_no_density_takes_th
 
 @torch.no_grad()
 def test_a_forward_never_waits_for_the_device():
-    block, x = (
-        sparse_model(backend="auto").model.layers[0].mlp,
-        torch.randn(2, 50, 64, device="cuda", dtype=torch.bfloat16),
-    )
+    block, x = first_block_and_input()
     api.resolve("auto", "cuda")
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -217,10 +200,7 @@ def test_a_forward_never_waits_for_the_device():
 
 
 def test_down_proj_lies_by_columns_in_evaluation_only():
-    block, x = (
-        sparse_model(backend="auto").model.layers[0].mlp,
-        torch.randn(2, 50, 64, device="cuda", dtype=torch.bfloat16),
-    )
+    block, x = first_block_and_input()
     weight, values = block.down_proj.weight, block.down_proj.weight.detach().clone()
     with torch.inference_mode():
         block(x)
@@ -237,10 +217,7 @@ def test_down_proj_lies_by_columns_in_evaluation_only():
 @pytest.mark.parametrize("warm", [True, False])
 def test_a_captured_graph_keeps_its_weights(warm):
     """Whatever runs after the capture, the weight's memory may not move under the graph."""
-    block, x = (
-        sparse_model(backend="auto").model.layers[0].mlp,
-        torch.randn(2, 50, 64, device="cuda", dtype=torch.bfloat16),
-    )
+    block, x = first_block_and_input()
     with torch.no_grad():  # CUDA loads kernels at their first use, which a capture forbids
         sparse_model().model.layers[1].mlp(x)
     if warm:
@@ -277,11 +254,8 @@ def test_weights_merged_into_after_a_forward_count():
 
 
 def test_training_takes_the_reference():
-    block, x = (
-        sparse_model(backend="auto").model.layers[0].mlp.train(),
-        torch.randn(2, 50, 64, device="cuda", dtype=torch.bfloat16),
-    )
-    same = on_reference(block)
+    block, x = first_block_and_input()
+    same = on_reference(block.train())
     for each in (block, same):
         each(x).float().square().sum().backward()
     for mine, theirs in zip(block.parameters(), same.parameters(), strict=True):

@@ -26,28 +26,23 @@ def by_hand(h, valid) -> dict:
     l0 = numpy.array([active[at].sum() for at in tokens])
     fired = numpy.array([active[at] for at in tokens]).sum(0)
     magnitude = h.double().abs().numpy()
-    shares = {}
+    shares, firing = {}, [magnitude[at] for at in tokens if magnitude[at].sum()]
     for name, share in (("1%", 0.01), ("5%", 0.05), ("10%", 0.1)):
-        of = [
-            numpy.sort(magnitude[at])[::-1][: math.ceil(share * width)].sum() / magnitude[at].sum()
-            for at in tokens
-            if magnitude[at].sum()
-        ]
+        of = [numpy.sort(sizes)[::-1][: math.ceil(share * width)].sum() / sizes.sum() for sizes in firing]
         shares[name] = numpy.mean(of) if of else None
-    distinct = {}
+    distinct, runs = {}, {}
     for run in (16, 64, 128):
         places = [(b, s) for b in range(batch) for s in range(0, length - run + 1, run) if valid[b, s : s + run].all()]
         counts = [active[b, s : s + run].any(0).sum() for b, s in places]
-        distinct[run] = numpy.mean(counts) if counts else None
+        distinct[run], runs[run] = numpy.mean(counts) if counts else None, len(places)
     ranked = numpy.sort(fired)[::-1]
     squares = (magnitude**2).sum(2)
+    effective = numpy.mean([magnitude[at].sum() ** 2 / squares[at] if squares[at] else 0 for at in tokens])
     return {
         "l0": l0.mean(),
         "density": active[valid.numpy()].mean(),
         "l1": numpy.mean([magnitude[at].sum() for at in tokens]),
-        "effective_neurons": numpy.mean(
-            [magnitude[at].sum() ** 2 / squares[at] if squares[at] else 0 for at in tokens]
-        ),
+        "effective_neurons": effective,
         "quantiles": {q: numpy.quantile(l0, q / 100, method="inverted_cdf") for q in (1, 10, 50, 90, 99)},
         "min": l0.min(),
         "max": l0.max(),
@@ -55,10 +50,7 @@ def by_hand(h, valid) -> dict:
         "always": (fired == len(tokens)).sum(),
         "hottest": {p: ranked[: math.ceil(p / 100 * width)].sum() / fired.sum() for p in (1, 5, 10, 25, 50)},
         "distinct": distinct,
-        "runs": {
-            run: sum(bool(valid[b, s : s + run].all()) for b in range(batch) for s in range(0, length - run + 1, run))
-            for run in (16, 64, 128)
-        },
+        "runs": runs,
         "independent": {run: (1 - (1 - fired / len(tokens)) ** run).sum() for run in (16, 64, 128)},
         "shares": shares,
     }
@@ -71,11 +63,8 @@ def check(report, truth):
     assert report["dead"] == truth["dead"] / report["intermediate_size"]
     assert report["l1"] == pytest.approx(truth["l1"], rel=1e-5)
     assert report["effective_neurons"] == pytest.approx(truth["effective_neurons"], rel=1e-5)
-    assert report["l0_quantiles"] == {
-        "min": truth["min"],
-        **{f"p{q}": value for q, value in truth["quantiles"].items()},
-        "max": truth["max"],
-    }
+    quantiles = {f"p{q}": value for q, value in truth["quantiles"].items()}
+    assert report["l0_quantiles"] == {"min": truth["min"], **quantiles, "max": truth["max"]}
     assert (report["dead_neurons"], report["always_on_neurons"]) == (truth["dead"], truth["always"])
     for percent, value in truth["hottest"].items():
         assert report["hottest_share"][f"{percent}%"] == pytest.approx(value, abs=1e-12)
@@ -146,8 +135,7 @@ def test_bytes_do_not_overflow():
     l0, _ = activity.add(torch.ones(2, 256, 5632, dtype=torch.bfloat16))
     assert (l0 == 5632).all()
     report = activity.report()
-    assert report["l0"] == 5632
-    assert report["always_on_neurons"] == 5632
+    assert (report["l0"], report["always_on_neurons"]) == (5632, 5632)
     assert all(report["distinct"][run]["neurons"] == 5632 for run in ("16", "64", "128"))
     assert report["magnitude_share"]["10%"] == pytest.approx(564 / 5632, rel=1e-3)
 

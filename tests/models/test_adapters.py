@@ -8,24 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers as tf
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForQuestionAnswering,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-    AutoTokenizer,
-    LlamaForCausalLM,
-    LlamaForQuestionAnswering,
-    LlamaForSequenceClassification,
-    LlamaForTokenClassification,
-    LlamaModel,
-    Trainer,
-    TrainingArguments,
-)
 
 from hf_twell import (
     L1Penalty,
@@ -38,17 +23,15 @@ from hf_twell import (
     sparsify,
 )
 from hf_twell.blocks.modeling import sparse_ffns
-from hf_twell.cli import main
 from hf_twell.models.hub import folder_card
 from tests.conftest import ids, logits, relu_llama, tiny_llama
-from tests.one_step import ONE_STEP
-from tests.paths import ROOT
+from tests.one_step import ONE_STEP, make_trainer
+from tests.paths import MODEL
 
 pytestmark = pytest.mark.numeric
 
 peft = pytest.importorskip("peft")
 
-DEMO = ROOT / "recipes" / "demo" / "model"
 ATTENTION, FFN = ["q_proj", "v_proj"], ["gate_proj", "up_proj", "down_proj"]
 TARGETS = {"attention": ATTENTION, "ffn": FFN, "both": ATTENTION + FFN}
 
@@ -94,13 +77,13 @@ def test_active_merged_unmerged_and_saved(targets, backend, tmp_path):
     check(logits(model), logits(twin))
     torch.testing.assert_close(logits(model), active, atol=1e-4, rtol=1e-4)
     model.save_pretrained(tmp_path / "merged")
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    plain = tf.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert plain.config.hidden_act == "relu"
     check(logits(plain), logits(model))
 
 
 def test_save_and_load(base, tmp_path):
-    model = with_lora(sparsify(AutoModelForCausalLM.from_pretrained(base), layers=[0, 2], backend="reference"))
+    model = with_lora(sparsify(tf.AutoModelForCausalLM.from_pretrained(base), layers=[0, 2], backend="reference"))
     truth = logits(model)
     save_adapter(model, tmp_path / "adapter")
     record = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["base_sparsified_by_hf_twell"]
@@ -112,29 +95,27 @@ def test_save_and_load(base, tmp_path):
     assert not any(module.training for module in loaded.modules())
     assert [(ffn.twell.layer, ffn.twell.backend) for ffn in sparse_ffns(loaded)] == [(0, "reference"), (2, "reference")]
     assert torch.equal(logits(loaded), truth)
-    dense = AutoModelForCausalLM.from_pretrained(base)
+    dense = tf.AutoModelForCausalLM.from_pretrained(base)
     assert torch.equal(logits(load_adapter(tmp_path / "adapter", dense, backend="reference")), truth)
     ours = TwellLlamaForCausalLM.from_pretrained(base, backend="reference")
     assert torch.equal(logits(load_adapter(tmp_path / "adapter", ours, backend="reference")), truth)
 
     again = load_adapter(tmp_path / "adapter", trainable=True)
     assert all(module.training for module in again.modules())
-    assert {name for name, p in again.named_parameters() if p.requires_grad} == {
-        name for name, _ in again.named_parameters() if "lora_" in name
-    }
+    assert all(p.requires_grad == ("lora_" in name) for name, p in again.named_parameters())
     assert load_adapter(tmp_path / "adapter", dtype="bfloat16").dtype == torch.bfloat16
     with pytest.raises(ValueError, match="dtype='fp32'; choose one of 'auto', 'bfloat16'"):
         load_adapter(tmp_path / "adapter", dtype="fp32")
-    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    tokenizer = tf.AutoTokenizer.from_pretrained(MODEL)
     save_adapter(again, tmp_path / "adapter", tokenizer, overwrite=True)
-    assert len(AutoTokenizer.from_pretrained(tmp_path / "adapter")) == len(tokenizer)
+    assert len(tf.AutoTokenizer.from_pretrained(tmp_path / "adapter")) == len(tokenizer)
     with pytest.raises(ValueError, match="exists"):
         save_adapter(again, tmp_path / "adapter")
 
 
 def test_a_folder_of_named_adapters_names_them(base, tmp_path):
     """As peft saves several: each in a subfolder of its name."""
-    model = with_lora(sparsify(AutoModelForCausalLM.from_pretrained(base)))
+    model = with_lora(sparsify(tf.AutoModelForCausalLM.from_pretrained(base)))
     for name in ("math", "code"):
         model.add_adapter(name, model.peft_config["default"])
     model.save_pretrained(tmp_path / "several", selected_adapters=["math", "code"])
@@ -146,7 +127,7 @@ def test_a_folder_of_named_adapters_names_them(base, tmp_path):
 
 
 def test_auto_peft_model_alone_is_wrong_and_says_so(base, tmp_path):
-    model = with_lora(sparsify(AutoModelForCausalLM.from_pretrained(base)))
+    model = with_lora(sparsify(tf.AutoModelForCausalLM.from_pretrained(base)))
     save_adapter(model, tmp_path / "adapter")
     with pytest.warns(UserWarning, match="base_sparsified_by_hf_twell"):
         wrong = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
@@ -158,39 +139,36 @@ def test_auto_peft_model_alone_is_wrong_and_says_so(base, tmp_path):
 
 def test_a_mistyped_folder_is_named_as_such(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(
-        OSError, match=r"no folder at /absent/adapter; give an adapter's folder, or its name on the Hub"
-    ):
+    says = r"no folder at /absent/adapter; give an adapter's folder, or its name on the Hub"
+    with pytest.raises(OSError, match=says):
         load_adapter("/absent/adapter")
     for name in ("runs-absent", "out/checkpoint-1"):
         with pytest.raises((OSError, ValueError), match=f"there is no folder {name} here, and as a name on the Hub"):
             load_adapter(name, cache_dir=tmp_path, local_files_only=True)
 
 
-def test_commands_load_an_adapter_onto_its_base(tmp_path, capsys):
+def test_commands_load_an_adapter_onto_its_base(tmp_path, error_line, run_json):
     """Saved without a tokenizer, it gets the base's. Commands that convert say how to make a whole model of it."""
-    model = with_lora(sparsify(AutoModelForCausalLM.from_pretrained(DEMO)))
+    model = with_lora(sparsify(tf.AutoModelForCausalLM.from_pretrained(MODEL)))
     save_adapter(model, tmp_path / "adapter")
     text = tmp_path / "text.txt"
     text.write_text("The cell is the smallest unit of life.")
-    expected = evaluate(model, AutoTokenizer.from_pretrained(DEMO), text=text)["text"][str(text)]
+    expected = evaluate(model, tf.AutoTokenizer.from_pretrained(MODEL), text=text)["text"][str(text)]
     arguments = [str(tmp_path / "adapter"), "--text", str(text), "--json"]
-    assert main(["eval", *arguments]) == 0
-    result = json.loads(capsys.readouterr().out)
+    result = run_json("eval", *arguments)
     assert result["model"] == str(tmp_path / "adapter")
     assert result["text"][str(text)]["nats_per_token"] == expected["nats_per_token"]
-    assert main(["inspect", *arguments]) == 0
-    assert json.loads(capsys.readouterr().out)["model"] == str(tmp_path / "adapter")
-    assert main(["sparsify", str(tmp_path / "adapter"), str(tmp_path / "out")]) == 1
-    assert "it is an adapter's; merge it into its base first" in capsys.readouterr().err
+    assert run_json("inspect", *arguments)["model"] == str(tmp_path / "adapter")
+    line = error_line("sparsify", tmp_path / "adapter", tmp_path / "out")
+    assert "it is an adapter's; merge it into its base first" in line
 
 
 def test_adapters_of_a_dense_base_are_refused(base, tmp_path):
-    with_lora(AutoModelForCausalLM.from_pretrained(base)).save_pretrained(tmp_path / "adapter")
+    with_lora(tf.AutoModelForCausalLM.from_pretrained(base)).save_pretrained(tmp_path / "adapter")
     with pytest.raises(ValueError, match="does not say that its base is sparsified"):
         load_adapter(tmp_path / "adapter")
     with pytest.raises(ValueError, match="base is not sparsified"):
-        save_adapter(with_lora(AutoModelForCausalLM.from_pretrained(base)), tmp_path / "other")
+        save_adapter(with_lora(tf.AutoModelForCausalLM.from_pretrained(base)), tmp_path / "other")
     with pytest.raises(ValueError, match="has no adapters"):
         save_adapter(sparsify(tiny_llama()), tmp_path / "other")
     with pytest.raises(ValueError, match="is no adapter"):
@@ -198,7 +176,7 @@ def test_adapters_of_a_dense_base_are_refused(base, tmp_path):
 
 
 def test_bases_that_cannot_be_converted_are_refused(base, tmp_path):
-    save_adapter(with_lora(sparsify(AutoModelForCausalLM.from_pretrained(base))), tmp_path / "adapter")
+    save_adapter(with_lora(sparsify(tf.AutoModelForCausalLM.from_pretrained(base))), tmp_path / "adapter")
     wider = tiny_llama(num_hidden_layers=2)
     path = tmp_path / "adapter" / "adapter_config.json"
     config = json.loads(path.read_text())
@@ -217,28 +195,26 @@ def test_bases_that_cannot_be_converted_are_refused(base, tmp_path):
 
 def test_an_adapter_of_another_task_wants_its_base_in_hand(base, tmp_path):
     """A reward model's: loaded onto the causal language model, its head would be dropped in silence."""
-    model = sparsify(LlamaForSequenceClassification.from_pretrained(base, num_labels=1))
-    model = peft.get_peft_model(
-        model, peft.LoraConfig(task_type="SEQ_CLS", target_modules=FFN, init_lora_weights=False)
-    )
+    model = sparsify(tf.LlamaForSequenceClassification.from_pretrained(base, num_labels=1))
+    config = peft.LoraConfig(task_type="SEQ_CLS", target_modules=FFN, init_lora_weights=False)
+    model = peft.get_peft_model(model, config)
     save_adapter(model.eval(), tmp_path / "lora")
     with pytest.raises(ValueError, match=r"of another task, .* by AutoModelForSequenceClassification, and give it"):
         load_adapter(tmp_path / "lora")
-    with pytest.raises(
-        ValueError, match=r"holds base_model.model.score.weight, .* LlamaForCausalLM has no place; load"
-    ):
-        load_adapter(tmp_path / "lora", AutoModelForCausalLM.from_pretrained(base))
-    reward = LlamaForSequenceClassification.from_pretrained(base, num_labels=1)
+    says = r"holds base_model.model.score.weight, .* LlamaForCausalLM has no place; load"
+    with pytest.raises(ValueError, match=says):
+        load_adapter(tmp_path / "lora", tf.AutoModelForCausalLM.from_pretrained(base))
+    reward = tf.LlamaForSequenceClassification.from_pretrained(base, num_labels=1)
     assert torch.equal(logits(load_adapter(tmp_path / "lora", reward)), logits(model))
 
 
 TASKS = {
-    "CAUSAL_LM": (LlamaForCausalLM, AutoModelForCausalLM),
-    "SEQ_CLS": (LlamaForSequenceClassification, AutoModelForSequenceClassification),
-    "TOKEN_CLS": (LlamaForTokenClassification, AutoModelForTokenClassification),
-    "QUESTION_ANS": (LlamaForQuestionAnswering, AutoModelForQuestionAnswering),
-    "FEATURE_EXTRACTION": (LlamaModel, AutoModel),
-    None: (LlamaModel, LlamaModel),
+    "CAUSAL_LM": (tf.LlamaForCausalLM, tf.AutoModelForCausalLM),
+    "SEQ_CLS": (tf.LlamaForSequenceClassification, tf.AutoModelForSequenceClassification),
+    "TOKEN_CLS": (tf.LlamaForTokenClassification, tf.AutoModelForTokenClassification),
+    "QUESTION_ANS": (tf.LlamaForQuestionAnswering, tf.AutoModelForQuestionAnswering),
+    "FEATURE_EXTRACTION": (tf.LlamaModel, tf.AutoModel),
+    None: (tf.LlamaModel, tf.LlamaModel),
 }
 
 
@@ -246,7 +222,7 @@ TASKS = {
 def test_the_card_of_any_task_says_how_to_load_it(base, tmp_path, monkeypatch, task):
     """Only of a causal language model does it say that it generates text, and what it tells to do is done here."""
     cls, loader = TASKS[task]
-    cls(AutoConfig.from_pretrained(base)).save_pretrained(tmp_path / "their" / "base")
+    cls(tf.AutoConfig.from_pretrained(base)).save_pretrained(tmp_path / "their" / "base")
     stock = cls.from_pretrained(tmp_path / "their" / "base")
     config = peft.LoraConfig(task_type=task, target_modules=FFN, init_lora_weights=False)
     model = peft.get_peft_model(sparsify(stock, backend="reference"), config).eval()
@@ -254,7 +230,7 @@ def test_the_card_of_any_task_says_how_to_load_it(base, tmp_path, monkeypatch, t
     save_adapter(model, tmp_path / "this" / "adapter")
     saved = (tmp_path / "this" / "adapter" / "README.md").read_text()
     published = folder_card(tmp_path / "this" / "adapter", "this/adapter", base_model="their/base")
-    own = AutoModelForCausalLM if task == "CAUSAL_LM" else cls
+    own = tf.AutoModelForCausalLM if task == "CAUSAL_LM" else cls
     for card, named in ((saved, own), (published, loader)):
         assert ModelCard(card).data.get("pipeline_tag") == ("text-generation" if task == "CAUSAL_LM" else None)
         assert f"import {named.__name__}\n" in card
@@ -317,7 +293,7 @@ DAMAGES = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_hostile_adapters(base, tmp_path, damage):
-    save_adapter(with_lora(sparsify(AutoModelForCausalLM.from_pretrained(base))), tmp_path / "adapter")
+    save_adapter(with_lora(sparsify(tf.AutoModelForCausalLM.from_pretrained(base))), tmp_path / "adapter")
     change, message = DAMAGES[damage]
     change(tmp_path / "adapter")
     with pytest.raises((ValueError, OSError)) as caught:
@@ -328,10 +304,10 @@ def test_hostile_adapters(base, tmp_path, damage):
 
 @pytest.mark.parametrize("damage", ["NaN", "of another class"])
 def test_a_base_in_hand_is_what_it_was_after_a_refusal(base, tmp_path, damage):
-    save_adapter(with_lora(sparsify(AutoModelForCausalLM.from_pretrained(base))), tmp_path / "adapter")
+    save_adapter(with_lora(sparsify(tf.AutoModelForCausalLM.from_pretrained(base))), tmp_path / "adapter")
     if damage == "NaN":
         change_weights(tmp_path / "adapter", lambda w: w * float("nan"))
-    dense = (AutoModelForCausalLM if damage == "NaN" else AutoModel).from_pretrained(base)
+    dense = (tf.AutoModelForCausalLM if damage == "NaN" else tf.AutoModel).from_pretrained(base)
     before = [(name, type(module)) for name, module in dense.named_modules()], dense.config.to_dict()
     with pytest.raises(ValueError, match=r"NaN or infinite|for which LlamaModel has no place"):
         load_adapter(tmp_path / "adapter", dense)
@@ -364,9 +340,8 @@ def test_gradient_of_the_l1_term(targets, backend):
         torch.testing.assert_close(mine[name], gradient, atol=1e-5, rtol=1e-4, msg=name)
     twin.zero_grad()
     twin(**batch).loss.backward()
-    changed = [
-        name for name, p in twin.named_parameters() if p.requires_grad and not torch.allclose(p.grad, truth[name])
-    ]
+    trained = {name: p.grad for name, p in twin.named_parameters() if p.requires_grad}
+    changed = [name for name, gradient in trained.items() if not torch.allclose(gradient, truth[name])]
     assert changed, "the term must matter, or this test compares nothing"
 
     report = penalty.report()
@@ -376,11 +351,10 @@ def test_gradient_of_the_l1_term(targets, backend):
 
 def test_named_adapters_bear_the_record_wherever_a_trainer_saves_them(base, tmp_path):
     """peft puts them into folders of their own, without a README.md that would tell."""
-    model = with_lora(sparsify(AutoModelForCausalLM.from_pretrained(base), layers=[0, 2], backend="reference"))
+    model = with_lora(sparsify(tf.AutoModelForCausalLM.from_pretrained(base), layers=[0, 2], backend="reference"))
     model.add_adapter("other", model.peft_config["default"])
-    args = TrainingArguments(str(tmp_path / "run"), max_steps=1, save_steps=1, report_to=[], use_cpu=True)
-    trainer = Trainer(model, args, train_dataset=[{"input_ids": row, "labels": row} for row in ids()])
-    trainer.add_callback(SparsityCallback(trainer, l1_weight=0.2))
+    saves = {"save_strategy": "steps", "save_steps": 1}
+    trainer = make_trainer(tmp_path / "run", model=model, term={"l1_weight": 0.2}, **saves)
     trainer.train()
     trainer.save_model()
     trainer.create_model_card()
@@ -398,13 +372,13 @@ def test_named_adapters_bear_the_record_wherever_a_trainer_saves_them(base, tmp_
 def test_trainer(base, tmp_path, frozen):
     generator = torch.Generator().manual_seed(1)
     rows = [{"input_ids": row, "labels": row} for row in torch.randint(3, 96, (16, 12), generator=generator)]
-    model = sparsify(AutoModelForCausalLM.from_pretrained(base))
+    model = sparsify(tf.AutoModelForCausalLM.from_pretrained(base))
     config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=ATTENTION if frozen else FFN)
     model = peft.get_peft_model(model, config)
     before = copy.deepcopy(model.state_dict())
     options = {"max_steps": 20, "save_strategy": "steps", "save_steps": 10, "learning_rate": 2e-2}
-    args = TrainingArguments(str(tmp_path / "run"), **{**ONE_STEP, **options, "max_grad_norm": 1.0})
-    trainer = Trainer(model, args, train_dataset=rows)
+    args = tf.TrainingArguments(str(tmp_path / "run"), **{**ONE_STEP, **options, "max_grad_norm": 1.0})
+    trainer = tf.Trainer(model, args, train_dataset=rows)
     trainer.add_callback(SparsityCallback(trainer, l1_weight=0.2))
     trainer.train()
     for name, tensor in model.state_dict().items():
@@ -414,7 +388,7 @@ def test_trainer(base, tmp_path, frozen):
     # The checkpoint in the middle is an adapter of a sparsified base, and training goes on from it.
     for name, layer in load_adapter(tmp_path / "run" / "checkpoint-20").state_dict().items():
         torch.testing.assert_close(layer, model.state_dict()[name].to(layer.dtype), msg=name)
-    resumed = Trainer(load_adapter(tmp_path / "run" / "checkpoint-10", trainable=True), args, train_dataset=rows)
+    resumed = tf.Trainer(load_adapter(tmp_path / "run" / "checkpoint-10", trainable=True), args, train_dataset=rows)
     resumed.add_callback(SparsityCallback(resumed, l1_weight=0.2))
     resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-10"))
     torch.testing.assert_close(logits(resumed.model.eval()), logits(model.eval()), atol=1e-4, rtol=1e-4)

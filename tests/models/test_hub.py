@@ -13,20 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers as tf
 import yaml
 from safetensors.torch import load
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    CLIPVisionConfig,
-    LlamaConfig,
-    LlamaForSequenceClassification,
-    LlamaModel,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-    Trainer,
-    TrainingArguments,
-)
 
 import hf_twell
 from hf_twell.cli import main
@@ -36,9 +25,7 @@ from hf_twell.models.hub import folder_card
 from tests.conftest import TINY, ids, logits, tiny_llama
 from tests.forks import forks
 from tests.hub_server import HubServer
-from tests.paths import ROOT
-
-DEMO = ROOT / "recipes" / "demo" / "model"
+from tests.paths import MODEL, ROOT
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +44,8 @@ def no_failure(hub):
 def sparse(tmp_path_factory) -> Path:
     """The demo model, sparse, on disk."""
     folder = tmp_path_factory.mktemp("hub") / "demo-relu"
-    model = hf_twell.sparsify(AutoModelForCausalLM.from_pretrained(DEMO))
-    save_model(model, folder, AutoTokenizer.from_pretrained(DEMO))
+    model = hf_twell.sparsify(tf.AutoModelForCausalLM.from_pretrained(MODEL))
+    save_model(model, folder, tf.AutoTokenizer.from_pretrained(MODEL))
     return folder
 
 
@@ -68,6 +55,17 @@ def run(hub, tmp_path_factory):
     folder = tmp_path_factory.mktemp("client")
     with forks(folder, hub.client_environment(folder / "home")) as run:
         yield run
+
+
+def trained(folder: Path, layers=None, *, term, **arguments) -> tf.Trainer:
+    """A trainer that has trained a tiny sparse model with these options of SparsityCallback, and written its card."""
+    args = tf.TrainingArguments(str(folder), **{"logging_steps": 1, "use_cpu": True, "report_to": [], **arguments})
+    rows = [{"input_ids": list(range(3, 15)), "labels": list(range(3, 15))}] * 24
+    trainer = tf.Trainer(hf_twell.sparsify(tiny_llama(), layers=layers), args, train_dataset=rows, eval_dataset=rows)
+    trainer.add_callback(hf_twell.SparsityCallback(trainer, **term))
+    trainer.train()
+    trainer.create_model_card(model_name="me/x")
+    return trainer
 
 
 def command(*arguments) -> str:
@@ -124,13 +122,8 @@ def test_push(hub, sparse, tmp_path):
     assert (config["architectures"], config["hidden_act"]) == (["LlamaForCausalLM"], "relu")
     text = published["README.md"].decode()
     assert metadata(text)["base_model"] == "their/demo"
-    for needed in (
-        "12.5 |",
-        'from_pretrained("me/demo-relu")',
-        "hf_twell.sparsify(model)",
-        "| arc_easy |",
-        "0.4210 ± 0.0123",
-    ):
+    loads = ('from_pretrained("me/demo-relu")', "hf_twell.sparsify(model)")
+    for needed in ("12.5 |", *loads, "| arc_easy |", "0.4210 ± 0.0123"):
         assert needed in text
 
 
@@ -141,8 +134,8 @@ def test_push_then_load_by_hub_id(hub, sparse, tmp_path, run):
     done = run(LOAD, tmp_path)
     assert done.returncode == 0, done.stderr
     plain, words = torch.load(tmp_path / "loaded.pt")
-    assert torch.equal(plain, logits(AutoModelForCausalLM.from_pretrained(sparse)))
-    assert words == AutoTokenizer.from_pretrained(sparse)("The cell")["input_ids"]
+    assert torch.equal(plain, logits(tf.AutoModelForCausalLM.from_pretrained(sparse)))
+    assert words == tf.AutoTokenizer.from_pretrained(sparse)("The cell")["input_ids"]
 
 
 PUSH_ALL = """
@@ -191,7 +184,7 @@ hf_twell.sparsify(stock).push_to_hub("me/unpatched")
 
 @pytest.mark.slow
 def test_trainer_models_and_adapters(hub, tmp_path, run):
-    done = run(PUSH_ALL.format(root=str(ROOT), demo=str(DEMO)), tmp_path)
+    done = run(PUSH_ALL.format(root=str(ROOT), demo=str(MODEL)), tmp_path)
     assert done.returncode == 0, done.stderr
     assert hub.token not in done.stdout + done.stderr
     truth = logits(hf_twell.sparsify(tiny_llama().eval(), backend="reference"))
@@ -233,12 +226,10 @@ def test_trainer_models_and_adapters(hub, tmp_path, run):
         assert "AutoPeftModel" in published["README.md"].decode()
         assert json.loads(published["adapter_config.json"])["base_sparsified_by_hf_twell"]["version"] == 1
         assert str(tmp_path) not in published["README.md"].decode()
-    code = 'import hf_twell; model = hf_twell.load_adapter("me/trained-lora", "dense")'
-    done = run(f"{code}; print(len(hf_twell.blocks.modeling.sparse_ffns(model)))", tmp_path)
-    assert (done.returncode, done.stdout) == (0, "3\n"), done.stderr
-    code = 'import hf_twell; model = hf_twell.load_adapter("me/lora")'  # as its card says, with the base that it names
-    done = run(f"{code}; print(len(hf_twell.blocks.modeling.sparse_ffns(model)))", tmp_path)
-    assert (done.returncode, done.stdout) == (0, "3\n"), done.stderr
+    for names in ('"me/trained-lora", "dense"', '"me/lora"'):  # the latter as its card says, with the base it names
+        code = f"import hf_twell; model = hf_twell.load_adapter({names})"
+        done = run(f"{code}; print(len(hf_twell.blocks.modeling.sparse_ffns(model)))", tmp_path)
+        assert (done.returncode, done.stdout) == (0, "3\n"), done.stderr
 
 
 @pytest.mark.slow
@@ -269,7 +260,7 @@ def test_a_checkpoint_leaves_its_training_behind(hub, sparse, tmp_path, run):
 @pytest.mark.slow
 def test_every_chat_template_is_published(hub, tmp_path, run):
     """Transformers writes all but the first into a folder of their own."""
-    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    tokenizer = tf.AutoTokenizer.from_pretrained(MODEL)
     tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
     save_model(hf_twell.sparsify(tiny_llama()), tmp_path / "sparse", tokenizer)
     done = run(command("push", tmp_path / "sparse", "me/tools"), tmp_path)
@@ -324,9 +315,8 @@ def test_an_upload_that_breaks_off(hub, sparse, tmp_path, run):
     hub.fail = ("POST", "/commit/", 507)
     done = run(command("push", sparse, "me/broken"), tmp_path)
     assert done.returncode == 1
-    lines = [line for line in done.stderr.splitlines() if line.startswith("hf-twell: error")]
-    assert len(lines) == 1
-    assert "do the same again" in lines[0]
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("hf-twell: error")]
+    assert "do the same again" in line
     assert "Traceback" not in done.stderr
     assert hub.token not in done.stdout + done.stderr
     assert contents(sparse) == before
@@ -385,25 +375,23 @@ def figures_of_scores() -> dict:
 
 def tiny_model(cls, act="silu"):
     """Random, on a Llama; one that sees has a deeper and wider part for that."""
-    text = LlamaConfig(**TINY, hidden_act=act)
-    if cls is not LlavaForConditionalGeneration:
+    text = tf.LlamaConfig(**TINY, hidden_act=act)
+    if cls is not tf.LlavaForConditionalGeneration:
         return cls(text).eval()
     sizes = {"hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 4, "image_size": 16, "patch_size": 8}
-    return cls(LlavaConfig(vision_config=CLIPVisionConfig(**sizes, num_hidden_layers=4), text_config=text)).eval()
+    return cls(tf.LlavaConfig(vision_config=tf.CLIPVisionConfig(**sizes, num_hidden_layers=4), text_config=text)).eval()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cls", [LlamaModel, LlamaForSequenceClassification, LlavaForConditionalGeneration])
+@pytest.mark.parametrize("cls", [tf.LlamaModel, tf.LlamaForSequenceClassification, tf.LlavaForConditionalGeneration])
 def test_models_of_other_tasks_are_checked_and_loaded_as_what_they_are(cls, hub, tmp_path, run):
     """AutoModelForCausalLM would drop a reward model's head, and knows no models that see."""
     hf_twell.sparsify(tiny_model(cls)).save_pretrained(tmp_path / "model")
     text = folder_card(tmp_path / "model", "me/x")
     assert "AutoModelForCausalLM" not in text
     assert "pipeline_tag" not in metadata(text)
-    code = re.search(r"```python\n(.*?)tokenizer =", text, re.DOTALL)[1].replace(
-        '"me/x"', repr(str(tmp_path / "model"))
-    )
-    exec(code, names := {})
+    code = re.search(r"```python\n(.*?)tokenizer =", text, re.DOTALL)[1]
+    exec(code.replace('"me/x"', repr(str(tmp_path / "model"))), names := {})
     assert type(names["model"]) is cls
     twin = tiny_model(cls, "relu")
     twin.load_state_dict(names["model"].state_dict())
@@ -418,12 +406,8 @@ def test_models_of_other_tasks_are_checked_and_loaded_as_what_they_are(cls, hub,
 
 
 def test_what_was_not_measured_is_absent():
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "num_hidden_layers": 4,
-        "hidden_size": 64,
-        "intermediate_size": 1000,
-    }
+    config = {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 1000}
+    config["architectures"] = ["LlamaForCausalLM"]
     bare = cards.model_card("me/x", config)
     for absent in ("## Sparsity", "## Evaluation", "base model", "L1 term", "base_model", "None", "$"):
         assert absent not in bare
@@ -451,9 +435,8 @@ def test_what_was_not_measured_is_absent():
     assert "| quantized weights | bitsandbytes |" in text
     assert "it needs what reads bitsandbytes, and no remote code:" in text
     method = {"l1_weight": 2e-4, "step": 1000, "warmup_steps": 50, "warmup": "sine"}
-    assert "| coefficient of the L1 term | 0.0002 after a sine warm-up over 50 steps |" in cards.model_card(
-        "me/x", config, method=method
-    )
+    text = cards.model_card("me/x", config, method=method)
+    assert "| coefficient of the L1 term | 0.0002 after a sine warm-up over 50 steps |" in text
 
 
 def test_names_in_a_card_are_the_hubs_and_break_no_table(tmp_path, monkeypatch):
@@ -470,11 +453,10 @@ def test_names_in_a_card_are_the_hubs_and_break_no_table(tmp_path, monkeypatch):
 
 
 def test_the_card_tells_unions_beside_the_density():
-    config = LlamaConfig(num_hidden_layers=2, hidden_act="relu").to_dict()
+    config = tf.LlamaConfig(num_hidden_layers=2, hidden_act="relu").to_dict()
     sparsity = figures_of_sparsity(2) | {"unions": {"16": 0.05, "64": 0.101, "128": None}}
-    assert "union" not in cards.model_card("me/model", config, sparsity=sparsity).partition("## Sparsity")[2], (
-        "of no layer"
-    )
+    of_no_layer = cards.model_card("me/model", config, sparsity=sparsity)
+    assert "union" not in of_no_layer.partition("## Sparsity")[2]
     for index, row in enumerate(sparsity["layers"]):
         row["unions"] = {"16": 0.04, "64": 0.1 + index / 100, "128": None}
     card = cards.model_card("me/model", config, sparsity=sparsity)
@@ -489,30 +471,24 @@ def test_the_card_warns_of_engines_that_assume_silu():
     assert "need ReLU" in warning
     assert "wrong outputs without an error" in warning
     silent = ("llama.cpp", "Ollama", "MLX LM", "CTranslate2", "ExLlamaV2", "TensorRT-LLM")
-    serving = (DEMO.parents[2] / "docs" / "serving.md").read_text()
+    serving = (MODEL.parents[2] / "docs" / "serving.md").read_text()
     for engine in silent:
         assert engine in warning
         assert re.search(rf"^\| {engine}\b.*in silence", serving, re.MULTILINE), "the page says the same"
+
+
+UNION = {"target_union": 0.3, "term": "count", "share": 4}
 
 
 @pytest.mark.parametrize(
     ("options", "clause", "aim"),
     [
         ({"target_density": 0.02}, "l1", "| density aimed at | 2.00 %"),
-        (
-            {"target_union": 0.3, "term": "count", "share": 4},
-            "count",
-            "| active in any of 4 tokens, aimed at | 30.00 %",
-        ),
+        (UNION, "count", "| active in any of 4 tokens, aimed at | 30.00 %"),
     ],
 )
 def test_the_card_of_a_run_to_a_target_says_so(options, clause, aim, tmp_path):
-    args = TrainingArguments(str(tmp_path), max_steps=2, save_steps=2, use_cpu=True, report_to=[])
-    rows = [{"input_ids": list(range(3, 15)), "labels": list(range(3, 15))}] * 8
-    trainer = Trainer(hf_twell.sparsify(tiny_llama()), args, train_dataset=rows)
-    trainer.add_callback(hf_twell.SparsityCallback(trainer, **options))
-    trainer.train()
-    trainer.create_model_card(model_name="me/x")
+    trained(tmp_path, term=options, max_steps=2, save_steps=2)
     for text in ((tmp_path / "README.md").read_text(), folder_card(tmp_path / "checkpoint-2", "me/x")):
         assert cards.CLAUSES[clause] in text
         assert f"{aim} after a linear warm-up over 0.1 of the steps |" in text
@@ -521,31 +497,18 @@ def test_the_card_of_a_run_to_a_target_says_so(options, clause, aim, tmp_path):
 
 @pytest.mark.parametrize(("layers", "log_layers"), [(None, True), ([0], True), (None, False)])
 def test_a_card_tells_what_training_logged_of_every_layer_or_nothing(tmp_path, layers, log_layers):
-    args = TrainingArguments(
-        str(tmp_path), max_steps=2, logging_steps=1, save_strategy="no", use_cpu=True, report_to=[]
-    )
-    rows = [{"input_ids": list(range(3, 15)), "labels": list(range(3, 15))}] * 8
-    trainer = Trainer(hf_twell.sparsify(tiny_llama(), layers=layers), args, train_dataset=rows)
-    trainer.add_callback(hf_twell.SparsityCallback(trainer, l1_weight=1.0, log_layers=log_layers))
-    trainer.train()
-    trainer.create_model_card(model_name="me/x")
+    trained(tmp_path, layers, term={"l1_weight": 1.0, "log_layers": log_layers}, max_steps=2, save_strategy="no")
     text = (tmp_path / "README.md").read_text()
     assert ("(step 2)" in text) == ("## Sparsity" in text) == (layers is None and log_layers)
     assert ("| kernels and L1 term on layers | 0 |" in text) == (layers is not None)
 
 
 def test_the_card_of_the_best_checkpoint_tells_its_own_steps(tmp_path):
-    args = TrainingArguments(
-        str(tmp_path), max_steps=3, logging_steps=1, save_steps=1, eval_strategy="steps", eval_steps=1, use_cpu=True,
-        load_best_model_at_end=True, metric_for_best_model="eval_loss", learning_rate=1.0, report_to=[],
-    )  # fmt: skip
-    rows = [{"input_ids": list(range(3, 15)), "labels": list(range(3, 15))}] * 24
-    trainer = Trainer(hf_twell.sparsify(tiny_llama()), args, train_dataset=rows, eval_dataset=rows)
-    trainer.add_callback(hf_twell.SparsityCallback(trainer, l1_weight=0))
-    trainer.train()
+    best_at_end = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "learning_rate": 1.0}
+    evaluated = {"max_steps": 3, "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1, **best_at_end}
+    trainer = trained(tmp_path, term={"l1_weight": 0}, **evaluated)
     best = trainer.state.best_global_step
     assert best < trainer.state.global_step, "a learning rate of 1 makes it worse"
-    trainer.create_model_card(model_name="me/x")
     text = (tmp_path / "README.md").read_text()
     assert f"(step {best})" in text
     assert f"| optimizer steps | {best} |" in text
@@ -562,7 +525,8 @@ def test_the_card_of_an_adapter_has_no_figures(tmp_path, figures):
 
 @pytest.mark.parametrize("told", ["before the callback", "after it", "never"])
 def test_a_card_that_was_asked_for_outlasts_the_callback(tmp_path, told):
-    trainer = Trainer(hf_twell.sparsify(tiny_llama()), TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]))
+    args = tf.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    trainer = tf.Trainer(hf_twell.sparsify(tiny_llama()), args)
 
     def written_card():
         trainer.create_model_card(model_name="me/x")
@@ -584,7 +548,7 @@ def test_a_card_that_was_asked_for_outlasts_the_callback(tmp_path, told):
         assert metadata(written_card())["base_model"] == "their/base"
 
 
-def test_figures_of_another_model_are_refused(sparse, tmp_path, capsys):
+def test_figures_of_another_model_are_refused(sparse, tmp_path, error_line):
     for name, content, message in (
         ("layers", json.dumps(figures_of_sparsity(3)), "of 3 layers, the model has 4"),
         ("scores", json.dumps(figures_of_scores()), "no figures of sparsity"),
@@ -593,15 +557,13 @@ def test_figures_of_another_model_are_refused(sparse, tmp_path, capsys):
     ):
         path = tmp_path / name
         path.write_text(content)
-        assert main(["push", str(sparse), "me/x", "--dry-run", "--sparsity", str(path)]) == 1
-        assert message in capsys.readouterr().err
-    assert main(["push", str(sparse), "me/x", "--dry-run", "--scores", str(tmp_path / "absent")]) == 1
-    assert "no file at" in capsys.readouterr().err
+        assert message in error_line("push", sparse, "me/x", "--dry-run", "--sparsity", path)
+    assert "no file at" in error_line("push", sparse, "me/x", "--dry-run", "--scores", tmp_path / "absent")
 
 
 def test_real_figures(sparse, tmp_path, capsys):
     """From `hf-twell inspect` and `hf-twell eval` themselves, into the card."""
-    (tmp_path / "notes.txt").write_text((DEMO.parent / "text" / "heldout.txt").read_text()[:4000])
+    (tmp_path / "notes.txt").write_text((MODEL.parent / "text" / "heldout.txt").read_text()[:4000])
     text = ["--text", str(tmp_path / "notes.txt"), "--device", "cpu"]
     assert main(["inspect", str(sparse), *text, "--output", str(tmp_path / "sparsity.json")]) == 0
     assert main(["eval", str(sparse), *text, "--output", str(tmp_path / "scores.json")]) == 0
@@ -616,38 +578,29 @@ def test_real_figures(sparse, tmp_path, capsys):
     assert f"| notes.txt | {loss['tokens']:,} | {loss['nats_per_token']:.4g} |" in printed
 
 
-def test_a_dry_run_refuses_what_publishing_would_and_shows_the_card_that_is_given(sparse, tmp_path, capsys):
+def test_a_dry_run_refuses_what_publishing_would_and_shows_the_card_that_is_given(sparse, tmp_path, capsys, error_line):
     for name in ("me/x/y", "my model", "relu"):
-        assert main(["push", str(sparse), name, "--dry-run"]) == 1
-        assert name in capsys.readouterr().err
+        assert name in error_line("push", sparse, name, "--dry-run")
     card = tmp_path / "card.md"
-    assert main(["push", str(sparse), "me/x", "--dry-run", "--card", str(card)]) == 1
-    assert "card.md" in capsys.readouterr().err
+    assert "card.md" in error_line("push", sparse, "me/x", "--dry-run", "--card", card)
     card.write_text("mine")
     assert main(["push", str(sparse), "me/x", "--dry-run", "--card", str(card)]) == 0
     assert capsys.readouterr().out == "mine"
 
 
-def test_folders_that_are_refused(sparse, tmp_path, capsys):
-    def refused(folder, message):
-        assert main(["push", str(folder), "me/x", "--dry-run"]) == 1
-        error = capsys.readouterr().err
-        assert message in error
-        assert len(error.strip().splitlines()) == 1
-
-    refused(DEMO, "is no sparse model")
-    refused(tmp_path / "absent", "is no model folder")
-    torn = tmp_path / "torn"
-    torn.mkdir()
-    for path in sparse.iterdir():
-        (torn / path.name).write_bytes(path.read_bytes())
+def test_folders_that_are_refused(sparse, tmp_path, error_line):
+    torn, bare = (Path(shutil.copytree(sparse, tmp_path / name)) for name in ("torn", "bare"))
     (torn / "model.safetensors").write_bytes((sparse / "model.safetensors").read_bytes()[:1000])
-    refused(torn, "no whole safetensors file")
-    (torn / "model.safetensors").unlink()
-    refused(torn, "holds no model.safetensors")
-    assert main(["push", str(sparse), "not a name", "--json"]) == 1
-    assert "not a name" in capsys.readouterr().err
-    for model in (tiny_llama(), AutoTokenizer.from_pretrained(DEMO)):
+    (bare / "model.safetensors").unlink()
+    for folder, says in (
+        (MODEL, "is no sparse model"),
+        (tmp_path / "absent", "is no model folder"),
+        (torn, "no whole safetensors file"),
+        (bare, "holds no model.safetensors"),
+    ):
+        assert says in error_line("push", folder, "me/x", "--dry-run")
+    assert "not a name" in error_line("push", sparse, "not a name", "--json")
+    for model in (tiny_llama(), tf.AutoTokenizer.from_pretrained(MODEL)):
         with pytest.raises(ValueError, match="has no sparse blocks"):
             hf_twell.push_to_hub(model, "me/x")
 
@@ -660,4 +613,4 @@ def test_a_model_is_checked_before_anything_is_sent():
         hf_twell.push_to_hub(model, "mine")
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["up_proj"]))
     with pytest.raises(ValueError, match="is no name on the Hub"):
-        hf_twell.push_to_hub(adapted, "me/mine", AutoTokenizer.from_pretrained(DEMO))
+        hf_twell.push_to_hub(adapted, "me/mine", tf.AutoTokenizer.from_pretrained(MODEL))

@@ -292,15 +292,8 @@ def test_inductors_int8_matmul_wants_rows():
         assert relative_rms(by_submodules(x), truth) < 2**-6
 
 
-def quantized(capsys, *arguments) -> dict:
-    """What the command prints."""
-    capsys.readouterr()
-    assert main(["quantize", *map(str, arguments), "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
-
-
-def test_the_command(folder, tmp_path, kernel_calls, capsys):
-    result = quantized(capsys, folder, tmp_path / "int8", "--weights", "int8")
+def test_the_command(folder, tmp_path, kernel_calls, run_json):
+    result = run_json("quantize", folder, tmp_path / "int8", "--weights", "int8")
     assert result["blocks"] == 3
     scales = 3 * (300 + 300 + 64) * 4
     assert result["block_bytes"] == result["block_bytes_before"] / 2 + scales
@@ -354,9 +347,9 @@ def test_a_missing_torchao_is_named_with_what_installs_it(folder, tmp_path):
     assert done.stderr.splitlines()[-1] == f"hf-twell: error: {says}"
 
 
-def test_the_command_in_fp8(folder, tmp_path, kernel_calls, caplog, capsys):
+def test_the_command_in_fp8(folder, tmp_path, kernel_calls, caplog, run_json):
     """As torchao computes it, before and after `sparsify`, which says that no kernel reads it."""
-    result = quantized(capsys, folder, tmp_path / "fp8", "--weights", "fp8")
+    result = run_json("quantize", folder, tmp_path / "fp8", "--weights", "fp8")
     assert result["block_bytes"] == result["block_bytes_before"] / 2 + 3 * (300 + 300 + 64) * 4
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "fp8").eval()
     assert stock.model.layers[0].mlp.up_proj.weight.qdata.dtype == torch.float8_e4m3fn
@@ -369,16 +362,13 @@ def test_the_command_in_fp8(folder, tmp_path, kernel_calls, caplog, capsys):
     assert relative_rms(expected, plain) < 0.1  # e4m3 has 3 bits behind the first one
 
 
-def test_what_the_command_refuses(folder, tmp_path, capsys):
-    def refused(message, *arguments):
-        capsys.readouterr()
-        assert main(["quantize", *map(str, arguments), "--weights", "int8"]) == 1
-        (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("hf-twell: error: ")]
-        assert message in line
-
+def test_what_the_command_refuses(folder, tmp_path, error_line):
     tiny_llama().save_pretrained(tmp_path / "silu")
-    refused("does not compute ReLU", tmp_path / "silu", tmp_path / "out")
     sparsify(load(folder)).save_pretrained(tmp_path / "int8")
-    refused("is quantized already", tmp_path / "int8", tmp_path / "out")
-    refused("is the model itself", folder, folder, "--overwrite")
+    for arguments, says in (
+        ((tmp_path / "silu", tmp_path / "out"), "does not compute ReLU"),
+        ((tmp_path / "int8", tmp_path / "out"), "is quantized already"),
+        ((folder, folder, "--overwrite"), "is the model itself"),
+    ):
+        assert says in error_line("quantize", *arguments, "--weights", "int8")
     assert not (tmp_path / "out").exists()

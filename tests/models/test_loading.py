@@ -18,9 +18,8 @@ from hf_twell.models.loading import load_causal_lm, load_model, load_tokenizer
 from tests.authors import SparseLlamaConfig, SparseLlamaForCausalLM
 from tests.conftest import TINY, tiny_llama
 from tests.models.test_custom_models import damage_config, damage_weights, logits, nan, pickled
-from tests.paths import ROOT
+from tests.paths import MODEL
 
-DEMO = ROOT / "recipes" / "demo" / "model"
 UNREACHABLE = "http://127.0.0.1:9"
 
 
@@ -42,9 +41,8 @@ def test_a_model_in_the_midst_of_blending_is_refused(folder):
     reasons = {"activation": "its activation is silu blended with 0.2500 of relu"}
     entry = {"version": 1, "layers": None, "unfinished": reasons}
     damage_config(folder, hidden_act="unfinished blend of silu and 0.2500 relu", twell=entry)
-    with pytest.raises(
-        ValueError, match=r"in the midst of blending .*0.2500 of relu.*; convert its dense parent at once"
-    ):
+    says = r"in the midst of blending .*0.2500 of relu.*; convert its dense parent at once"
+    with pytest.raises(ValueError, match=says):
         load_causal_lm(folder)
     assert main(["sparsify", str(folder), str(folder.parent / "out")]) == 1
 
@@ -63,8 +61,8 @@ def test_devices_that_are_not_there_are_refused(folder, device, says):
 
 
 def test_a_tokenizer_from_elsewhere_or_none(folder):
-    model, tokenizer = load_model(folder, DEMO, device="cpu")
-    assert (model.device.type, len(tokenizer)) == ("cpu", len(AutoTokenizer.from_pretrained(DEMO)))
+    model, tokenizer = load_model(folder, MODEL, device="cpu")
+    assert (model.device.type, len(tokenizer)) == ("cpu", len(AutoTokenizer.from_pretrained(MODEL)))
     assert load_model(folder, tokenizer, device="cpu")[1] is tokenizer
     assert load_model(folder, False, device="cpu")[1] is None
 
@@ -88,13 +86,13 @@ def test_zero3_is_refused(folder, monkeypatch):
         load_causal_lm(folder)
 
 
-def test_authors_checkpoint_through_the_commands(tmp_path, capsys):
+def test_authors_checkpoint_through_the_commands(tmp_path, run_json):
     """The demo model as the authors' hybrid training would store it: down_proj as (F, D), SiLU in the config."""
     theirs, ours = tmp_path / "theirs", tmp_path / "ours"
     theirs.mkdir()
-    for path in DEMO.iterdir():
+    for path in MODEL.iterdir():
         (theirs / path.name).write_bytes(path.read_bytes())
-    weights = load_file(DEMO / "model.safetensors")
+    weights = load_file(MODEL / "model.safetensors")
     for name in [name for name in weights if "down_proj" in name]:
         weights[name] = weights[name].t().contiguous()
     save_file(weights, theirs / "model.safetensors", {"format": "pt"})
@@ -105,12 +103,11 @@ def test_authors_checkpoint_through_the_commands(tmp_path, capsys):
     model.tie_weights()
     truth = logits(model)
 
-    assert main(["sparsify", str(theirs), str(ours), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["class"] == "LlamaForCausalLM"
+    assert run_json("sparsify", theirs, ours)["class"] == "LlamaForCausalLM"
     plain = AutoModelForCausalLM.from_pretrained(ours, dtype="float32")
     assert json.loads((ours / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
     torch.testing.assert_close(logits(plain), truth, atol=1e-4, rtol=1e-4)
-    assert main(["inspect", str(theirs), "--text", str(DEMO.parent / "text" / "heldout.txt"), "--tokens", "500"]) == 0
+    assert main(["inspect", str(theirs), "--text", str(MODEL.parent / "text" / "heldout.txt"), "--tokens", "500"]) == 0
 
 
 @pytest.mark.parametrize("name", ["models/absent", "absent/", "some/deep/path", r"C:\models\llama"])
@@ -118,9 +115,8 @@ def test_authors_checkpoint_through_the_commands(tmp_path, capsys):
 def test_what_can_only_be_a_path_does_not_go_to_the_hub(name, load, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("models").mkdir()
-    with pytest.raises(
-        OSError, match=rf"no folder at {re.escape(name)}; give a (model|tokenizer)'s folder, or its name"
-    ):
+    says = rf"no folder at {re.escape(name)}; give a (model|tokenizer)'s folder, or its name"
+    with pytest.raises(OSError, match=says):
         load(name)
 
 
@@ -154,13 +150,12 @@ def test_quantized_weights_say_that_they_are_not_converted(folder, packed):
     elif importlib.util.find_spec("bitsandbytes"):
         pytest.skip("bitsandbytes, which is installed, loads it")
     for load in (load_causal_lm, TwellLlamaForCausalLM.from_pretrained):
-        with pytest.raises(
-            ValueError, match=r"quantized \(bitsandbytes\), and these are not converted; give the model that"
-        ):
+        says = r"quantized \(bitsandbytes\), and these are not converted; give the model that"
+        with pytest.raises(ValueError, match=says):
             load(folder)
 
 
-def test_what_is_wrong_with_a_model_is_said_before_what_its_tokenizer_lacks(tmp_path, capsys):
+def test_what_is_wrong_with_a_model_is_said_before_what_its_tokenizer_lacks(tmp_path, capsys, error_line):
     """A mixture of experts of another form, and nothing at all; neither has a tokenizer."""
     torch.manual_seed(0)
     sizes = {"num_local_experts": 2, "num_experts_per_tok": 1}
@@ -169,8 +164,7 @@ def test_what_is_wrong_with_a_model_is_said_before_what_its_tokenizer_lacks(tmp_
     (tmp_path / "recipe.yaml").write_text(
         "model: moe\noutput_dir: out\ntrain: text.txt\nheldout: text.txt\nl1_weight: 0\ntraining: {use_cpu: true}\n"
     )
-    assert main(["train", str(tmp_path / "recipe.yaml")]) == 1
-    assert "is a mixture of experts" in capsys.readouterr().err.splitlines()[-1]
+    assert "is a mixture of experts" in error_line("train", tmp_path / "recipe.yaml")
     (tmp_path / "empty").mkdir()
     for name, says in (("moe", "is a mixture of experts"), ("empty", "has no config.json")):
         assert main(["sparsify", str(tmp_path / name), str(tmp_path / "converted")]) == 1
@@ -212,36 +206,31 @@ DAMAGES = {
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_models_end_in_one_line(folder, tmp_path, capsys, damage):
+def test_damaged_models_end_in_one_line(folder, tmp_path, error_line, damage):
     change, message = DAMAGES[damage]
-    for path in DEMO.glob("tokenizer*"):
+    for path in MODEL.glob("tokenizer*"):
         (folder / path.name).write_bytes(path.read_bytes())
     change(folder)
     (folder / "evil.py").write_text("raise SystemExit('remote code ran')\n")
-    capsys.readouterr()
-    assert main(["sparsify", str(folder), str(tmp_path / "out")]) == 1
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("hf-twell: error")]
-    assert len(lines) == 1
-    assert message in lines[0]
+    assert message in error_line("sparsify", folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("command", ["sparsify", "eval", "inspect"])
-def test_a_tokenizer_of_another_model_ends_in_one_line(folder, tmp_path, capsys, command):
-    for path in DEMO.glob("tokenizer*"):
+def test_a_tokenizer_of_another_model_ends_in_one_line(folder, tmp_path, error_line, command):
+    for path in MODEL.glob("tokenizer*"):
         (folder / path.name).write_bytes(path.read_bytes())
     output = [str(tmp_path / "out")] if command == "sparsify" else []
-    assert main([command, str(folder), *output, "--text", str(DEMO.parent / "text" / "heldout.txt")]) == 1
-    error = capsys.readouterr().err.splitlines()[-1]
+    error = error_line(command, folder, *output, "--text", MODEL.parent / "text" / "heldout.txt")
     assert error.startswith("hf-twell: error: the tokenizer (3,072 pieces) makes token")
     assert "the model has only 96 embeddings" in error
 
 
 @pytest.mark.parametrize("command", ["sparsify", "eval", "inspect"])
-def test_a_model_without_a_tokenizer(folder, tmp_path, capsys, command):
+def test_a_model_without_a_tokenizer(folder, tmp_path, capsys, command, error_line):
     output = [str(tmp_path / "out")] if command == "sparsify" else []
-    assert main([command, str(folder), *output, "--text", str(DEMO.parent / "text" / "heldout.txt")]) == 1
-    assert "the folder holds none (tokenizer.json, say)" in capsys.readouterr().err.splitlines()[-1]
+    line = error_line(command, folder, *output, "--text", MODEL.parent / "text" / "heldout.txt")
+    assert "the folder holds none (tokenizer.json, say)" in line
     if command == "sparsify":
         assert main([command, str(folder), *output]) == 0
         assert "holds no tokenizer" in capsys.readouterr().err
@@ -257,9 +246,8 @@ PUSHED = {
 
 
 @pytest.mark.parametrize("damage", PUSHED)
-def test_damaged_models_are_not_pushed(tmp_path, capsys, damage):
+def test_damaged_models_are_not_pushed(tmp_path, error_line, damage):
     sparsify(tiny_llama()).save_pretrained(tmp_path)
     change, message = PUSHED[damage]
     change(tmp_path)
-    assert main(["push", str(tmp_path), "me/model", "--dry-run"]) == 1
-    assert message in capsys.readouterr().err.splitlines()[-1]
+    assert message in error_line("push", tmp_path, "me/model", "--dry-run")

@@ -8,7 +8,6 @@ its repository alone: TRANSFORMERS_SOURCE=~/transformers, a checkout of the inst
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tarfile
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 import transformers
 
+from tests.conftest import finished
 from tests.paths import ROOT
 
 CHECKOUT = os.environ.get("TRANSFORMERS_SOURCE")
@@ -49,12 +49,7 @@ def test_model_and_generation_suites(tmp_path):
     # Both repositories have a package `tests`; here it is theirs.
     path = os.pathsep.join([str(source), str(ROOT), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "pytest", "-q", "-c", os.devnull, "--rootdir", str(tmp_path), "--noconftest"]
-    done = subprocess.run(
-        [*command, "-p", "no:cacheprovider", "-W", "ignore", "test_suite.py"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-    )
+    command += ["-p", "no:cacheprovider", "-W", "ignore", "test_suite.py"]
+    done = finished(*command, cwd=tmp_path, env={"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""})
     assert done.returncode == 0, done.stdout[-5000:]
     assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 300, "three classes, a hundred tests each at the least"

@@ -1,7 +1,6 @@
 """Finding, compiling and caching the kernel libraries, and what happens where that cannot work."""
 
 import errno
-import json
 import os
 import re
 import shutil
@@ -15,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_twell.cli import main
 from hf_twell.ops import build, toolchain
+from tests.conftest import finished
 from tests.paths import ROOT
 
 USE = """
@@ -38,31 +37,33 @@ def start(cache: Path, **environment) -> subprocess.Popen:
     """A fresh process that uses the operator with its own cache."""
     environment = {**os.environ, "HF_TWELL_CACHE": str(cache), "PYTHONPATH": str(ROOT), **environment}
     command = [sys.executable, "-c", textwrap.dedent(USE)]
-    return subprocess.Popen(
-        command,
-        cwd=environment["PYTHONPATH"],  # the working directory comes first among the places of imports
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    place = environment["PYTHONPATH"]  # the working directory comes first among the places of imports
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, cwd=place, env=environment, text=True, **pipes)
+
+
+def outputs_of(process: subprocess.Popen) -> tuple[str, str]:
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 0, err
+    return out, err
 
 
 def output_of(process: subprocess.Popen) -> str:
-    out, err = process.communicate(timeout=200)
-    assert process.returncode == 0, err
-    return out
+    return outputs_of(process)[0]
 
 
-def has_compiler() -> bool:
+def is_found(look) -> bool:
     try:
-        return bool(toolchain.compiler())
+        return bool(look())
     except toolchain.BuildError:
         return False
 
 
+needs_compiler = pytest.mark.skipif(not is_found(toolchain.compiler), reason="no C++ compiler or ninja")
+
+
 @pytest.mark.slow
-@pytest.mark.skipif(not has_compiler(), reason="no C++ compiler or ninja")
+@needs_compiler
 def test_two_processes_compile_once_and_later_ones_need_no_compiler(tmp_path):
     """By a compiler that does not optimise, as what it makes computes next to nothing here."""
     quick, cache = tmp_path / "g++", tmp_path / "cache"
@@ -71,8 +72,7 @@ def test_two_processes_compile_once_and_later_ones_need_no_compiler(tmp_path):
     first, second = start(cache, CXX=str(quick)), start(cache, CXX=str(quick))
     told = ""
     for process in (first, second):
-        out, err = process.communicate(timeout=200)
-        assert process.returncode == 0, err
+        out, err = outputs_of(process)
         assert "available=True" in out
         assert "warning" not in out
         told += err
@@ -94,7 +94,7 @@ def test_without_a_compiler_one_warning_gives_reason_and_fix(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not has_compiler(), reason="no C++ compiler or ninja")
+@needs_compiler
 def test_a_cache_that_is_no_directory_is_named(tmp_path):
     (tmp_path / "file").write_text("in the way")
     out = output_of(start(tmp_path / "file" / "cache"))
@@ -104,7 +104,7 @@ def test_a_cache_that_is_no_directory_is_named(tmp_path):
     assert "Errno" not in out, "said twice"
 
 
-@pytest.mark.skipif(not has_compiler(), reason="no C++ compiler or ninja")
+@needs_compiler
 def test_status_alone_sees_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setattr(build, "_outcomes", {})
@@ -117,7 +117,7 @@ def test_status_alone_sees_a_cache_that_cannot_be_written(tmp_path, monkeypatch)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not has_compiler(), reason="no C++ compiler or ninja")
+@needs_compiler
 def test_a_failed_compilation_leaves_its_log(tmp_path):
     broken = tmp_path / "broken-g++"
     broken.write_text("#!/bin/sh\necho this compiler is broken >&2\nexit 1\n")
@@ -131,8 +131,8 @@ def test_a_failed_compilation_leaves_its_log(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not has_compiler(), reason="no C++ compiler or ninja")
-def test_a_library_that_was_cut_short_is_compiled_anew(tmp_path, monkeypatch, capsys):
+@needs_compiler
+def test_a_library_that_was_cut_short_is_compiled_anew(tmp_path, monkeypatch, run_json):
     """The loader maps it, so that the process would end with a bus error."""
     for name in ("ops", "cpu"):  # as every test's process has them
         shutil.copy(build.find_library(name) or build.compile_library(name), tmp_path)
@@ -141,8 +141,7 @@ def test_a_library_that_was_cut_short_is_compiled_anew(tmp_path, monkeypatch, ca
     os.truncate(library, 3000)
     monkeypatch.setenv("HF_TWELL_CACHE", str(tmp_path))
     monkeypatch.setattr(build, "_outcomes", {})
-    assert main(["doctor", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)["backends"]["cpu"]["reason"]
+    told = run_json("doctor")["backends"]["cpu"]["reason"]
     assert told == f"{library} is damaged; the first use compiles it into {tmp_path}"
     with monkeypatch.context() as patch:
         patch.setenv("CXX", "/nowhere/g++")
@@ -150,9 +149,7 @@ def test_a_library_that_was_cut_short_is_compiled_anew(tmp_path, monkeypatch, ca
             works = [build.status("cpu", build=True).available for _ in range(2)]
         assert (works, len(warned)) == ([False, False], 1)
 
-    process = start(tmp_path)
-    out, err = process.communicate(timeout=200)
-    assert process.returncode == 0, err
+    out, err = outputs_of(start(tmp_path))
     assert "available=True" in out
     assert "warning" not in out
     assert err.count(f"{library} is damaged; compiling") == err.count("compiling") == 1
@@ -225,21 +222,21 @@ def test_sources_compile_for_aarch64(source):
     command = [compiler, "-std=c++17", "-fsyntax-only", "-Wall", "-DTORCH_TARGET_VERSION=0x020a000000000000"]
     folders = [f"-I{path}" for path in (*toolchain.includes("cpu"), torch_headers)]
     path = ROOT / "kernels" / source
-    done = subprocess.run([*command, *folders, path], capture_output=True, text=True)
+    done = finished(*command, *folders, path)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not has_compiler(), reason="no C++ compiler or ninja")
+@needs_compiler
 def test_sources_under_a_path_with_blanks_compile(tmp_path):
     place = tmp_path / "my $folder"
     for name in ("hf_twell", "kernels"):
         shutil.copytree(ROOT / name, place / name, ignore=shutil.ignore_patterns("__pycache__"))
-    environment = {**os.environ, "HF_TWELL_CACHE": str(place / "cache"), "PYTHONPATH": str(place)}
+    environment = {"HF_TWELL_CACHE": str(place / "cache"), "PYTHONPATH": str(place)}
     code = (
         "from hf_twell.ops import toolchain, build; print(toolchain.kernels_dir()); print(build.compile_library('ops'))"
     )
-    done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=place, capture_output=True, text=True)
+    done = finished(sys.executable, "-c", code, env=environment, cwd=place)
     assert done.returncode == 0, done.stderr
     sources, library = map(Path, done.stdout.splitlines())
     assert (sources, library.parent) == (place / "kernels", place / "cache")
@@ -296,13 +293,6 @@ def test_a_missing_ninja_is_named(tmp_path, monkeypatch):
         toolchain.compiler()
 
 
-def has_nvcc() -> bool:
-    try:
-        return bool(toolchain.nvcc_version())
-    except toolchain.BuildError:
-        return False
-
-
 # For each architecture the sources that it alone, or it first, reads so; "" is all. Of those in build.toml 8.6 reads
 # what 8.0 reads, and 10.0 what 12.0. The files in sm90/ are empty but for sm_90a, and one architecture shows that.
 CUDA_SOURCES = {
@@ -314,7 +304,9 @@ CUDA_SOURCES = {
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not has_nvcc(), reason="no nvcc (the CUDA toolkit), on PATH, in $CUDA_HOME or /usr/local/cuda")
+@pytest.mark.skipif(
+    not is_found(toolchain.nvcc_version), reason="no nvcc (the CUDA toolkit), on PATH, in $CUDA_HOME or /usr/local/cuda"
+)
 @pytest.mark.timeout(900)  # minutes of processor time, which take longer on a busy machine
 @pytest.mark.parametrize("architecture", CUDA_SOURCES)
 def test_cuda_sources_compile_without_warnings(architecture, tmp_path, monkeypatch):
@@ -327,7 +319,7 @@ def test_cuda_sources_compile_without_warnings(architecture, tmp_path, monkeypat
         include = [f"-I{path}" for path in (*toolchain.includes("cuda"), torch_headers)]
         command = [toolchain.nvcc(), *toolchain.flags("cuda", source), *include, *kind, folder / source]
         command += ["-o", tmp_path / f"{source.replace('/', '-')}.out"]
-        done = subprocess.run(command, capture_output=True, text=True)
+        done = finished(*command)
         return source, done.returncode, done.stdout + done.stderr
 
     sources = toolchain.compiled(toolchain.sources("cuda"))
@@ -351,20 +343,18 @@ def fake_nvcc(home: Path, version: str) -> Path:
     return home
 
 
-@pytest.mark.skipif(not has_compiler(), reason="no C++ compiler or ninja")
+@needs_compiler
 def test_a_missing_or_broken_nvcc_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TWELL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_TWELL_CUDA_ARCH", "sm_80")
     monkeypatch.setenv("CUDA_HOME", "/nowhere")
-    with pytest.raises(
-        toolchain.BuildError, match=r"no nvcc found \(looked for /nowhere/bin/nvcc\); install the CUDA toolkit"
-    ):
+    says = r"no nvcc found \(looked for /nowhere/bin/nvcc\); install the CUDA toolkit"
+    with pytest.raises(toolchain.BuildError, match=says):
         build.compile_library("cuda")
     home = fake_nvcc(tmp_path / "toolkit", "13.0.88")
     monkeypatch.setenv("CUDA_HOME", str(home))
-    with pytest.raises(
-        toolchain.BuildError, match=f"compiling the cuda kernels with {home}/bin/nvcc failed; the compiler's messages"
-    ):
+    says = f"compiling the cuda kernels with {home}/bin/nvcc failed; the compiler's messages"
+    with pytest.raises(toolchain.BuildError, match=says):
         build.compile_library("cuda")
     logs = [path.read_text() for path in (tmp_path / "cache").glob("*.log")]
     assert len(logs) == 1
@@ -373,8 +363,7 @@ def test_a_missing_or_broken_nvcc_is_named(tmp_path, monkeypatch):
     for names in ("hopper", "sm_80,hopper"):
         monkeypatch.setenv("HF_TWELL_CUDA_ARCH", names)
         with pytest.raises(
-            toolchain.BuildError,
-            match=f"HF_TWELL_CUDA_ARCH is '{names}'; expected names such as sm_80 or sm_80,sm_90a",
+            toolchain.BuildError, match=f"HF_TWELL_CUDA_ARCH is '{names}'; expected names such as sm_80 or sm_80,sm_90a"
         ):
             build.stem("cuda")
     monkeypatch.setenv("HF_TWELL_CUDA_ARCH", "sm_80")

@@ -5,10 +5,8 @@ import re
 
 import pytest
 import torch
-from torch import nn
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
 import hf_twell
@@ -35,11 +33,6 @@ def sparse_block(hidden=48, intermediate=688, density=0.03, dtype=torch.float32,
     for name in ("up", "down", "gate"):
         getattr(block, f"{name}_proj").weight.data = case[f"w_{name}"].clone()
     return block, case["x"].view(2, 20, hidden).clone()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_reference_backend_is_within_its_own_bound(dtype):
-    assert_as_good_as_eager(lambda *a, **k: api.ffn(*a, **k, backend="reference"), make_case(63, 40, 172, 0.05, dtype))
 
 
 @needs_cpu_kernels
@@ -118,9 +111,8 @@ def test_what_the_kernels_cannot_take_is_refused_by_name_and_falls_back_under_au
         api.ffn(torch.randn(3, 7), w, w.t())
     with pytest.raises(ValueError, match="'cuda'"):
         api.ffn(x.float(), w.float(), w.float().t(), backend="cuda")
-    with pytest.raises(
-        ValueError, match="backend 'cpu' was asked to compute tensors on 'meta'; move them, or use 'auto'"
-    ):
+    says = "backend 'cpu' was asked to compute tensors on 'meta'; move them, or use 'auto'"
+    with pytest.raises(ValueError, match=says):
         api.ffn(x.to("meta"), w.to("meta"), w.t().to("meta"), backend="cpu")
     with pytest.raises(ValueError, match="x is on cpu and w_up on meta; move them to one device"):
         api.ffn(x, w.to("meta"), w.t())
@@ -376,20 +368,6 @@ def test_density_decides_in_the_dtype_of_autocast(amx, monkeypatch):
 
 
 @needs_cpu_kernels
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpointing_gives_the_same_gradients(use_reentrant):
-    block, x = sparse_block()
-    x.requires_grad_()
-    block(x).square().sum().backward()
-    expected = [x.grad.clone(), *(p.grad.clone() for p in block.parameters())]
-    x.grad = None
-    block.zero_grad()
-    checkpoint(block, x, use_reentrant=use_reentrant).square().sum().backward()
-    for value, truth in zip([x.grad, *(p.grad for p in block.parameters())], expected, strict=True):
-        assert torch.equal(value, truth)
-
-
-@needs_cpu_kernels
 def test_compiles_without_breaks_and_recompiles():
     block, x = sparse_block()
     torch._dynamo.reset()
@@ -631,20 +609,6 @@ def test_a_block_first_called_with_too_few_tokens_for_kernels_is_sampled_once_th
 
 
 @needs_cpu_kernels
-def test_weights_merged_or_replaced_after_a_forward_count():
-    block, x = sparse_block()
-    block.eval()
-    with torch.no_grad():
-        before = block(x)
-        block.down_proj.weight += torch.randn(48, 688)
-        block.up_proj.weight.data = block.up_proj.weight.data * 2
-        after = block(x)
-        truth = reference.ffn(x, block.up_proj.weight, block.down_proj.weight, block.gate_proj.weight)
-    assert relative_rms(after, truth) < 1e-6
-    assert relative_rms(before, truth) > 0.1
-
-
-@needs_cpu_kernels
 def test_a_model_saves_and_reloads_alike_after_evaluation(tmp_path):
     model = hf_twell.sparsify(tiny_llama(intermediate_size=688)).eval()
     for layer in model.model.layers:
@@ -660,17 +624,6 @@ def test_a_model_saves_and_reloads_alike_after_evaluation(tmp_path):
         torch.testing.assert_close(stock(tokens).logits, logits, rtol=1e-4, atol=1e-4)
     for mine, theirs in zip(model.parameters(), stock.parameters(), strict=True):
         assert torch.equal(mine, theirs)
-
-
-@needs_cpu_kernels
-def test_a_hooked_or_replaced_projection_is_not_fused(monkeypatch):
-    block, x = sparse_block()
-    monkeypatch.setattr(api, "ffn", lambda *a, **k: pytest.fail("the fused path ran"))
-    handle = block.up_proj.register_forward_hook(lambda module, args, output: output * 0)
-    assert not block(x).any()
-    handle.remove()
-    block.down_proj = nn.Sequential(block.down_proj)
-    block(x)
 
 
 @pytest.mark.parametrize("every", [2, 8, 11, 64])

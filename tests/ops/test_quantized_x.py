@@ -7,7 +7,7 @@ from hf_twell.dispatch.key import CallKey
 from hf_twell.dispatch.limits import limit
 from hf_twell.ops import api, build, reference
 from hf_twell.ops.reference import dequantized_rows, quantized_rows
-from tests.ffn_cases import DTYPES, make_case
+from tests.ffn_cases import make_case
 from tests.quantized_cases import assert_as_good_as_eager, eager_by_rows, quantized, quantized_case, truth_of
 
 TINY = {torch.float32: 1e-44, torch.bfloat16: 1e-39, torch.float16: 6e-8}  # subnormal
@@ -42,7 +42,6 @@ def same(values, others):
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(60, 257), (3, 20, 257)])
 def test_rows_are_torchaos_bit_by_bit(dtype, shape):
     quantization = pytest.importorskip("torchao.quantization")
@@ -66,7 +65,6 @@ def test_rows_are_torchaos_bit_by_bit(dtype, shape):
     assert (error.abs() <= torch.finfo(torch.float32).tiny + x.double().abs()[lost] / 16).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_nan_and_infinity_make_all_of_a_token_nan(dtype):
     x = awkward_rows(dtype)
     values, scales = quantized_rows(x)
@@ -86,7 +84,6 @@ def test_nan_and_infinity_make_all_of_a_token_nan(dtype):
     assert (error <= x[plain].double().abs().amax(1, keepdim=True) / 16).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("biases", [True, False])
 def test_the_block_is_that_of_what_torchaos_rows_stand_for(dtype, gated, biases):
@@ -108,7 +105,6 @@ def test_the_block_is_that_of_what_torchaos_rows_stand_for(dtype, gated, biases)
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gated", [True, False])
 def test_as_good_as_eager_by_pytorchs_product_of_rows(dtype, gated):
     """What the kernels' tests compare with on a GPU, and the reference with it."""

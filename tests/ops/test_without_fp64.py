@@ -4,13 +4,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import Trainer, TrainingArguments
 
-from hf_twell import SparsityCallback, sparsify
 from hf_twell.measure import activity
 from hf_twell.ops import reference
 from hf_twell.train import step_counts
-from tests.conftest import tiny_llama
+from tests.one_step import make_trainer
 
 pytestmark = pytest.mark.numeric
 
@@ -26,13 +24,8 @@ class NoFp64(TorchDispatchMode):
 
 def train(folder) -> list[dict]:
     torch.manual_seed(0)
-    rows = [{"input_ids": row, "labels": row} for row in torch.randint(3, 96, (64, 16))]
-    args = TrainingArguments(
-        str(folder), max_steps=6, per_device_train_batch_size=4, gradient_accumulation_steps=2, logging_steps=2,
-        report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no",
-    )  # fmt: skip
-    trainer = Trainer(sparsify(tiny_llama()), args, train_dataset=rows)
-    trainer.add_callback(SparsityCallback(trainer, target_density=0.05, revive_after=64))
+    sizes = {"max_steps": 6, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "logging_steps": 2}
+    trainer = make_trainer(folder, term={"target_density": 0.05, "revive_after": 64}, **sizes)
     trainer.train()
     return [
         {key: value for key, value in row.items() if key == "loss" or key.startswith("twell/")}

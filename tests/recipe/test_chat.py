@@ -8,7 +8,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_twell
-from hf_twell.cli import main
 from hf_twell.recipe.chat import chat_tokens
 from hf_twell.recipe.packing import PackedText, StreamedText
 from tests.conftest import needs_lm_eval
@@ -100,7 +99,7 @@ def test_text_has_no_assistants_tokens(tokenizer, tmp_path):
         PackedText(tokenizer, str(path), 8, assistant_only=True)
 
 
-def test_train_on_conversations(tokenizer, rows, tmp_path, capsys):
+def test_train_on_conversations(tokenizer, rows, tmp_path, error_line, run_json):
     """The loss that is told is the mean over the assistant's tokens."""
     model = AutoModelForCausalLM.from_pretrained(DEMO / "model")
     model.save_pretrained(tmp_path / "model")
@@ -112,8 +111,7 @@ def test_train_on_conversations(tokenizer, rows, tmp_path, capsys):
         "assistant_only_loss: true\nl1_weight: 0.1\nsave_dtype: float32\n"
         "training: {max_steps: 1, per_device_train_batch_size: 2, use_cpu: true, save_strategy: 'no'}\n"
     )
-    assert main(["train", str(recipe), "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)
+    result = run_json("train", recipe)
     trained = AutoModelForCausalLM.from_pretrained(result["model"])
     heldout = PackedText(tokenizer, str(tmp_path / "heldout.jsonl"), 48, assistant_only=True)
     with torch.no_grad():
@@ -122,20 +120,18 @@ def test_train_on_conversations(tokenizer, rows, tmp_path, capsys):
     assert result["after"]["loss"] == pytest.approx(loss.item(), rel=1e-4)
 
     saving = ["--json", f"output_dir={tmp_path / 'again'}", "training.save_strategy=steps", "training.save_steps=1"]
-    assert main(["train", str(recipe), *saving]) == 0
-    first = json.loads(capsys.readouterr().out)["before"]["loss"]
+    first = run_json("train", recipe, *saving)["before"]["loss"]
     changes = ["--resume", "training.max_steps=2", "assistant_only_loss=false"]
-    assert main(["train", str(recipe), *saving, *changes]) == 0
-    all_tokens = json.loads(capsys.readouterr().out)["before"]["loss"]
+    all_tokens = run_json("train", recipe, *saving, *changes)["before"]["loss"]
     assert abs(all_tokens - first) > 0.01, "measured again, as what it is the mean over has changed"
 
     (tmp_path / "text.txt").write_text("some words")
-    assert main(["train", str(recipe), f"heldout={tmp_path / 'text.txt'}", "--overwrite"]) == 1
-    assert "assistant_only_loss: true, and" in capsys.readouterr().err
+    line = error_line("train", recipe, f"heldout={tmp_path / 'text.txt'}", "--overwrite")
+    assert "assistant_only_loss: true, and" in line
 
 
 @needs_lm_eval
-def test_eval_through_the_chat_template(tokenizer, tmp_path, capsys):
+def test_eval_through_the_chat_template(tokenizer, tmp_path, error_line):
     """Log-likelihoods of choices after the rendered conversation, in which the example is an earlier turn."""
     model = AutoModelForCausalLM.from_pretrained(DEMO / "model", dtype="float32").eval()
     answers = {"text": ["A cell", "A stone"], "label": ["A", "B"]}
@@ -166,5 +162,4 @@ def test_eval_through_the_chat_template(tokenizer, tmp_path, capsys):
     assert plain["tasks"]["arc_easy"]["samples"][0]["responses"][0][0] != pytest.approx(expected, rel=1e-2)
 
     arguments = ["eval", str(DEMO / "model"), "--tasks", "arc_easy", "--data-dir", str(tmp_path), "--chat-template"]
-    assert main(arguments) == 1
-    assert "has no chat template; leave --chat-template out" in capsys.readouterr().err
+    assert "has no chat template; leave --chat-template out" in error_line(*arguments)

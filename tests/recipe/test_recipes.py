@@ -18,7 +18,7 @@ from hf_twell.cli import main
 from hf_twell.files.text import read_documents
 from hf_twell.recipe.schema import load_recipe
 from tests.conftest import finished, one_of, shared_path
-from tests.paths import ROOT
+from tests.paths import HELDOUT, MODEL, ROOT
 from tests.rounding import rounding
 
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
@@ -33,7 +33,7 @@ with torch.no_grad():
 
 
 @pytest.mark.slow
-def test_a_trained_llama_becomes_sparse_and_comes_back_from_disk(stories, tmp_path, capsys):
+def test_a_trained_llama_becomes_sparse_and_comes_back_from_disk(stories, tmp_path, run_json):
     """Dense to less than half the L0 of the swap in 50 steps, at most 0.5 nats above the same steps without L1."""
     documents = read_documents(shared_path("data/text/tinystories.txt.xz"))
     (tmp_path / "heldout.txt").write_text("\n<|endoftext|>\n".join(documents[::20]))
@@ -46,8 +46,7 @@ def test_a_trained_llama_becomes_sparse_and_comes_back_from_disk(stories, tmp_pa
     results = {}
     for weight in (0.0, 0.1):
         changes = [f"l1_weight={weight}", f"output_dir={tmp_path / str(weight)}", "--json"]
-        assert main(["train", str(tmp_path / "recipe.yaml"), *changes]) == 0
-        results[weight] = json.loads(capsys.readouterr().out)
+        results[weight] = run_json("train", tmp_path / "recipe.yaml", *changes)
     swapped, control, sparse = results[0.1]["before"], results[0.0]["after"], results[0.1]["after"]
     assert swapped["sparsity"]["l0"] == pytest.approx(85, abs=3), "about half of 172 neurons after a bare swap"
     assert sparse["sparsity"]["l0"] < swapped["sparsity"]["l0"] / 2
@@ -71,7 +70,7 @@ WARNINGS = r"(?m)torchao|[Ww]arning|deprecated|^[WE]\d{4} |Failed to"
 @pytest.mark.slow
 def test_the_demo_runs_from_end_to_end(tmp_path):
     output, heldout = tmp_path / "demo", tmp_path / "heldout.txt"
-    heldout.write_text((ROOT / "recipes" / "demo" / "text" / "heldout.txt").read_text()[:2_000])
+    heldout.write_text((HELDOUT).read_text()[:2_000])
     changes = [f"output_dir={output}", f"heldout={heldout}", f"train={heldout}", "training.max_steps=2"]
     changes += ["training.per_device_train_batch_size=2", "training.use_cpu=true"]
     env = {"OMP_NUM_THREADS": "1"}  # threads that wait for each other take processor time
@@ -91,7 +90,7 @@ def test_the_demo_runs_from_end_to_end(tmp_path):
 @pytest.mark.slow
 def test_a_script_says_nothing_of_other_packages(tmp_path):
     pytest.importorskip("torchao")
-    model, script = ROOT / "recipes" / "demo" / "model", ROOT / "recipes" / "average.py"
+    model, script = MODEL, ROOT / "recipes" / "average.py"
     done = finished(sys.executable, script, model, model, tmp_path / "mean", cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert not re.findall(WARNINGS, done.stderr)
@@ -101,7 +100,7 @@ def test_a_script_says_nothing_of_other_packages(tmp_path):
 def text(tmp_path_factory) -> Path:
     """Enough of the demo's held-out text for a few steps."""
     path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text((ROOT / "recipes" / "demo" / "text" / "heldout.txt").read_text()[:12_000])
+    path.write_text((HELDOUT).read_text()[:12_000])
     return path
 
 
@@ -115,16 +114,15 @@ def small(text: Path, output: Path, steps: int, rows: int) -> list[str]:
 
 
 @pytest.mark.parametrize("name", one_of("demo", RECIPES))
-def test_every_recipe_runs_two_steps(name, text, tmp_path, capsys):
-    recipe, model = ROOT / "recipes" / f"{name}.yaml", ROOT / "recipes" / "demo" / "model"
+def test_every_recipe_runs_two_steps(name, text, tmp_path, run_json):
+    recipe, model = ROOT / "recipes" / f"{name}.yaml", MODEL
     if "lora" in name:
         pytest.importorskip("peft")
     (tmp_path / "heldout.txt").write_text(text.read_text()[:1200])
     changes = [f"model={model}", *small(text, tmp_path / "out", 2, 2), f"heldout={tmp_path / 'heldout.txt'}"]
     if name == "qwen2.5-coder-0.5b":  # Inductor, too, compiles smollm2-135m alone
         changes.append("training.torch_compile_backend=aot_eager")
-    assert main(["train", str(recipe), "--json", *changes]) == 0
-    result = json.loads(capsys.readouterr().out)
+    result = run_json("train", recipe, *changes)
     assert [row["step"] for row in result["logs"]] == [1, 2]
     assert result["after"]["loss"] < 8
     assert AutoModelForCausalLM.from_pretrained(result["model"]).config.hidden_act == "relu"
@@ -235,7 +233,7 @@ def assert_moved_alike(final: dict, expected: dict) -> None:
     one of F, so 1/sqrt(F) of the move's norm. Gradients that are not averaged over processes, or of which a shard is
     lost, change all of the move.
     """
-    start = load_file(ROOT / "recipes" / "demo" / "model" / "model.safetensors")
+    start = load_file(MODEL / "model.safetensors")
     neurons = len(start["model.layers.0.mlp.up_proj.weight"])
     assert final.keys() == expected.keys()
     for name, weight in expected.items():
@@ -263,7 +261,7 @@ def test_the_fsdp2_config_merges_adapters_into_the_final_model(text, tmp_path, c
 
 
 @pytest.mark.slow
-def test_the_fsdp2_config_trains_saves_and_resumes_in_two_processes(text, tmp_path, capsys):
+def test_the_fsdp2_config_trains_saves_and_resumes_in_two_processes(text, tmp_path, run_json):
     """With the losses of one process, which are DDP's; resumed, to the very same weights."""
     launch, output = fsdp2(), tmp_path / "out"
     changes = [*small(text, output, 4, 2), "training.save_steps=2", "revive_after=null", STEADY]
@@ -272,8 +270,7 @@ def test_the_fsdp2_config_trains_saves_and_resumes_in_two_processes(text, tmp_pa
     rows = logs_of(output / "checkpoint-4")
 
     recipe = str(ROOT / "recipes" / "demo-target.yaml")
-    assert main(["train", recipe, "--json", *small(text, tmp_path / "one", 4, 4), "revive_after=null", STEADY]) == 0
-    one = json.loads(capsys.readouterr().out)
+    one = run_json("train", recipe, *small(text, tmp_path / "one", 4, 4), "revive_after=null", STEADY)
     assert_same_rows(rows, one["logs"])
     final, expected = (load_file(Path(folder) / "model.safetensors") for folder in (output / "final", one["model"]))
     assert_moved_alike(final, expected)

@@ -79,9 +79,7 @@ def test_a_resumed_run_does_not_measure_its_start_again(recipe, capsys, monkeypa
         patch.setattr(measured, "with_activations", None)
         resumed, told = train(recipe, capsys, "--resume")
     assert told.count("measuring held-out loss:   0%") == 1, "that of the end"
-    assert [resumed[key] for key in ("dense", "before", "after")] == [
-        whole[key] for key in ("dense", "before", "after")
-    ]
+    assert all(resumed[key] == whole[key] for key in ("dense", "before", "after"))
     # On other text they would not compare.
     shutil.rmtree(out / "checkpoint-4")
     shutil.rmtree(out / "final")
@@ -219,9 +217,8 @@ def run_of(tmp_path, rows: int = 64, **options) -> Trainer:
     ids = torch.randint(3, 90, (rows, 256), generator=torch.Generator().manual_seed(0))
     model = hf_twell.sparsify(tiny_llama(max_position_embeddings=256, num_hidden_layers=1))
     sizes = {"max_steps": 4, "per_device_train_batch_size": 64, "max_grad_norm": 1.0}
-    trainer = make_trainer(tmp_path, model=model, **sizes)
+    trainer = make_trainer(tmp_path, model=model, term=options, **sizes)
     trainer.train_dataset = [{"input_ids": row.tolist(), "labels": row.tolist()} for row in ids]
-    trainer.add_callback(hf_twell.SparsityCallback(trainer, **options))
     return trainer
 
 

@@ -7,16 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers as tf
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedTokenizerFast,
-)
 
 from hf_twell import sparsify
 from hf_twell.cli import main
@@ -24,10 +17,10 @@ from hf_twell.models.attention import WITHOUT_MASK, without_masks
 from hf_twell.models.loading import load_model
 from hf_twell.recipe import finetune
 from hf_twell.recipe.arguments import training_arguments
-from hf_twell.recipe.packing import PackedText, StreamedText, check_length
+from hf_twell.recipe.packing import PackedText, StreamedText
 from hf_twell.recipe.schema import load_recipe
 from hf_twell.recipe.trainer import PackedTrainer
-from hf_twell.recipe.variants import LoraOutsideFfns, train_ffns_alone
+from hf_twell.recipe.variants import LoraOutsideFfns
 from hf_twell.recipe.yaml12 import read_yaml
 from tests.conftest import TINY, logits, tiny_llama
 from tests.paths import DEMO, HELDOUT
@@ -51,22 +44,21 @@ def recipe(tmp_path) -> Path:
 
 
 def weights_of(folder) -> dict[str, torch.Tensor]:
-    return dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters())
+    return dict(tf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters())
 
 
 @pytest.mark.parametrize("trainable", ["ffn", "ffn+lora"])
-def test_what_is_trained_and_what_is_saved(recipe, trainable, capsys):
+def test_what_is_trained_and_what_is_saved(recipe, trainable, run_json):
     pytest.importorskip("peft")
     pytest.importorskip("datasets")
     changes = [f"trainable={trainable}", "training.learning_rate=1e-3", "layers=[0, 2]"]
-    assert main(["train", str(recipe), "--json", *changes]) == 0
-    folder = json.loads(capsys.readouterr().out)["model"]
+    folder = run_json("train", recipe, *changes)["model"]
     before, after = weights_of(DEMO / "model"), weights_of(folder)
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     ffns = {name for name in before if ".mlp." in name}
     attention = {name for name in before if "self_attn" in name and "proj" in name}
     assert changed == (ffns if trainable == "ffn" else ffns | attention)
-    entry = AutoConfig.from_pretrained(folder).twell
+    entry = tf.AutoConfig.from_pretrained(folder).twell
     assert len(entry.pop("density")) == 4, "as measured at the end"
     assert {len(of_layers) for of_layers in entry.pop("unions").values()} == {4}
     assert entry == {"version": 1, "layers": [0, 2]}
@@ -75,28 +67,26 @@ def test_what_is_trained_and_what_is_saved(recipe, trainable, capsys):
             load_model(recipe.parent / "out" / f"checkpoint-{step}")
 
 
-def test_what_is_frozen_stays(recipe, capsys):
+def test_what_is_frozen_stays(recipe, error_line, run_json):
     pytest.importorskip("datasets")
     changes = ["freeze=[embed_tokens, norm]", "training.learning_rate=1e-3"]
-    assert main(["train", str(recipe), "--json", *changes]) == 0
-    folder = json.loads(capsys.readouterr().out)["model"]
+    folder = run_json("train", recipe, *changes)["model"]
     before, after = weights_of(DEMO / "model"), weights_of(folder)
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed == {name for name in before if "proj" in name}
     changes += ["training.max_steps=6"]
-    assert main(["train", str(recipe), "--resume", *changes, "freeze=[norm]"]) == 1
-    assert "was trained with freeze=['embed_tokens', 'norm'], which a resumed run keeps" in capsys.readouterr().err
+    line = error_line("train", recipe, "--resume", *changes, "freeze=[norm]")
+    assert "was trained with freeze=['embed_tokens', 'norm'], which a resumed run keeps" in line
     assert main(["train", str(recipe), "--resume", *changes]) == 0
 
 
-def test_what_cannot_be_frozen_is_said(recipe, capsys):
+def test_what_cannot_be_frozen_is_said(recipe, error_line):
     for value, message in (("norm", "give a list of parts of weights' names"), ("[embd]", "freeze has 'embd'")):
-        assert main(["train", str(recipe), f"freeze={value}"]) == 1
-        assert message in capsys.readouterr().err
+        assert message in error_line("train", recipe, f"freeze={value}")
 
 
 @pytest.mark.slow
-def test_two_runs_with_adapters_are_alike(recipe, capsys):
+def test_two_runs_with_adapters_are_alike(recipe, run_json):
     """They begin at random."""
     pytest.importorskip("peft")
     pytest.importorskip("datasets")
@@ -105,8 +95,7 @@ def test_two_runs_with_adapters_are_alike(recipe, capsys):
         torch.manual_seed(run)
         changes = ["trainable=ffn+lora", "training.max_steps=2", "training.learning_rate=1e-3"]
         changes += ["training.save_strategy='no'", f"output_dir={recipe.parent / str(run)}"]
-        assert main(["train", str(recipe), "--json", *changes]) == 0
-        logs.append(json.loads(capsys.readouterr().out)["logs"])
+        logs.append(run_json("train", recipe, *changes)["logs"])
     assert logs[0] == logs[1]
 
 
@@ -139,19 +128,10 @@ def test_adapters_in_the_blocks_are_refused(targets):
     sparsify(model)
 
 
-def test_ffns_alone():
-    model = tiny_llama()
-    train_ffns_alone(model)
-    assert {name for name, p in model.named_parameters() if p.requires_grad} == {
-        name for name, _ in model.named_parameters() if ".mlp." in name
-    }
-
-
 def test_a_stream_gives_the_sequences_of_the_packed_text(recipe):
     pytest.importorskip("datasets")
-    from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(DEMO / "model")
+    tokenizer = tf.AutoTokenizer.from_pretrained(DEMO / "model")
     source = {"hub": "json", "data_files": str(recipe.parent / "rows.jsonl"), "column": "words", "skip": 3, "take": 5}
     packed = PackedText(tokenizer, source, 32)
     streamed = list(StreamedText(tokenizer, {**source, "streaming": True}, 32))
@@ -163,7 +143,7 @@ def test_a_stream_gives_the_sequences_of_the_packed_text(recipe):
 
 
 @pytest.mark.slow
-def test_a_recipe_trains_on_local_parquet_as_on_the_same_rows_elsewhere(recipe, capsys):
+def test_a_recipe_trains_on_local_parquet_as_on_the_same_rows_elsewhere(recipe, run_json):
     datasets = pytest.importorskip("datasets")
     path = recipe.parent / "rows.parquet"
     rows = [json.loads(line)["words"] for line in (recipe.parent / "rows.jsonl").read_text().splitlines()]
@@ -174,38 +154,35 @@ def test_a_recipe_trains_on_local_parquet_as_on_the_same_rows_elsewhere(recipe, 
     ]
     logs = []
     for changes in ([f"train=[{path}]"], packed):
-        assert main(["train", str(recipe), "--json", *changes]) == 0
-        logs.append(json.loads(capsys.readouterr().out)["logs"])
+        logs.append(run_json("train", recipe, *changes)["logs"])
     assert len(logs[0]) == 4
     assert logs[0] == logs[1]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("trainable", ["all", "ffn+lora"])
-def test_a_streamed_run_resumes_to_the_same_model(recipe, trainable, capsys):
+def test_a_streamed_run_resumes_to_the_same_model(recipe, trainable, run_json):
     pytest.importorskip("datasets")
     if "lora" in trainable:
         pytest.importorskip("peft")
     changes = [f"trainable={trainable}", "training.learning_rate=1e-3"]
-    assert main(["train", str(recipe), "--json", *changes, f"output_dir={recipe.parent / 'whole'}"]) == 0
-    whole = json.loads(capsys.readouterr().out)
+    whole = run_json("train", recipe, *changes, f"output_dir={recipe.parent / 'whole'}")
     (recipe.parent / "whole").rename(recipe.parent / "out")
     for name in ("checkpoint-4", "final"):
         (recipe.parent / "out" / name).rename(recipe.parent / name)
-    assert main(["train", str(recipe), "--json", *changes, "--resume"]) == 0
-    resumed = json.loads(capsys.readouterr().out)
+    resumed = run_json("train", recipe, *changes, "--resume")
     assert len(whole["logs"]) == 4
     for mine, row in zip(resumed["logs"], whole["logs"], strict=True):
         assert mine == pytest.approx(row, rel=1e-5, abs=1e-6)
     assert resumed["after"]["loss"] == pytest.approx(whole["after"]["loss"], abs=1e-6)
 
 
-def words(ends_itself=False, eos="<eos>") -> PreTrainedTokenizerFast:
+def words(ends_itself=False, eos="<eos>") -> tf.PreTrainedTokenizerFast:
     made = Tokenizer(models.WordLevel({"<eos>": 0, "<unk>": 1, "a": 2, "b": 3, "c": 4}, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     if ends_itself:
         made.post_processor = processors.TemplateProcessing(single="$A <eos>", special_tokens=[("<eos>", 0)])
-    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token=eos)
+    return tf.PreTrainedTokenizerFast(tokenizer_object=made, eos_token=eos)
 
 
 @pytest.mark.parametrize("ends_itself", [False, True])
@@ -240,12 +217,6 @@ def test_each_sequence_of_a_long_document_takes_the_same_time(tmp_path):
     following = [sequence["input_ids"].tolist() for sequence in itertools.islice(sequences, 1000)]
     assert time.monotonic() - begun < 2, "10 ms each and more where all that follows is copied for it"
     assert following == [list(range(start, start + 8)) for start in range(8, 8008, 8)]
-
-
-def test_sequences_as_long_as_the_model_reads():
-    check_length(tiny_llama(), 128)
-    with pytest.raises(ValueError, match="129 is more than the 128 positions"):
-        check_length(tiny_llama(), 129)
 
 
 def test_paths_of_a_recipe_start_from_its_folder_and_changes_do_not(recipe, monkeypatch):
@@ -346,7 +317,7 @@ def test_whole_sequences_are_not_searched_for_padding():
 @pytest.mark.parametrize("case", ["sliding window", "eager"])
 def test_models_that_need_masks_keep_them(case):
     torch.manual_seed(0)
-    model = tiny_llama() if case == "eager" else MistralForCausalLM(MistralConfig(**TINY, sliding_window=4))
+    model = tiny_llama() if case == "eager" else tf.MistralForCausalLM(tf.MistralConfig(**TINY, sliding_window=4))
     if case == "eager":
         model.set_attn_implementation("eager")
     expected, before = logits(model), model.config._attn_implementation
@@ -389,18 +360,18 @@ def test_recipes_that_lack_keys(recipe):
     ],
 )
 def test_the_teacher_that_a_recipe_asks_for(recipe, changes, expected):
-    model = sparsify(AutoModelForCausalLM.from_pretrained(DEMO / "model"))
+    model = sparsify(tf.AutoModelForCausalLM.from_pretrained(DEMO / "model"))
     assert finetune.teacher(load_recipe(recipe), model) is None
-    other = AutoModelForCausalLM.from_pretrained(DEMO / "model")
+    other = tf.AutoModelForCausalLM.from_pretrained(DEMO / "model")
     other.model.norm.weight.data += 0.5
     other.save_pretrained(recipe.parent / "other")
-    AutoTokenizer.from_pretrained(DEMO / "model").save_pretrained(recipe.parent / "other")
+    tf.AutoTokenizer.from_pretrained(DEMO / "model").save_pretrained(recipe.parent / "other")
     for parent in (DEMO / "model", recipe.parent / "other"):
         more = [] if parent == DEMO / "model" else [f"distill.parent={parent}"]
         teacher = finetune.teacher(load_recipe(recipe, [*changes, *more]), model)
         dtype = expected[2]
         assert (teacher.logits, teacher.layers, teacher.parent.dtype) == (*expected[:2], dtype)
-        theirs = AutoModelForCausalLM.from_pretrained(parent, dtype=dtype)
+        theirs = tf.AutoModelForCausalLM.from_pretrained(parent, dtype=dtype)
         assert torch.equal(teacher.parent.model.norm.weight, theirs.model.norm.weight)
 
 

@@ -11,14 +11,12 @@ from hf_twell.models.loading import load_model, load_tokenizer
 from hf_twell.recipe.packing import PackedText
 from hf_twell.sampling.documents import ROW_BEGINS, document_start, documents_in, sample_ids, sample_text
 from tests.conftest import tiny_llama
-from tests.paths import ROOT
-
-DEMO = str(ROOT / "recipes" / "demo" / "model")
+from tests.paths import MODEL
 
 
 @pytest.fixture(scope="module")
 def demo():
-    return load_model(DEMO, device="cpu")
+    return load_model(str(MODEL), device="cpu")
 
 
 def test_tokens_are_drawn_from_the_models_whole_distribution():
@@ -83,14 +81,13 @@ def test_documents_end_where_the_model_ends_them(demo):
 
 
 def test_turns_of_a_chat_stay_together_and_are_read_back_as_they_were():
-    tokenizer = load_tokenizer(DEMO)
+    tokenizer = load_tokenizer(str(MODEL))
     tokenizer.add_special_tokens({"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"]})
     tokenizer.chat_template = "{{ messages }}"
     begin, turn_end = document_start(tokenizer), tokenizer.eos_token_id
     assert begin != turn_end
-    said = tokenizer(
-        "<|im_start|>user\nWhat?<|im_end|>\n<|im_start|>assistant\nLight.", add_special_tokens=False
-    ).input_ids
+    chat = "<|im_start|>user\nWhat?<|im_end|>\n<|im_start|>assistant\nLight."
+    said = tokenizer(chat, add_special_tokens=False).input_ids
     assert said.count(turn_end) == 1
     rows = documents_in(torch.tensor([[begin, *said, turn_end, begin, *said]]), tokenizer, begin)
     assert len(rows) == 2
@@ -143,10 +140,9 @@ def test_it_is_told_after_each_word(demo):
     assert told == [(words, 8) for words in range(1, 9)]
 
 
-def test_the_command_samples_no_more_at_a_time_than_asked_for(tmp_path, capsys):
-    command = ["sample", DEMO, str(tmp_path / "own.jsonl"), "--tokens", "20", "--length", "16", "--device", "cpu"]
-    assert main([*command, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["tokens"] <= 32
+def test_the_command_samples_no_more_at_a_time_than_asked_for(tmp_path, capsys, run_json):
+    command = ["sample", str(MODEL), str(tmp_path / "own.jsonl"), "--tokens", "20", "--length", "16", "--device", "cpu"]
+    assert run_json(*command)["tokens"] <= 32
     assert main(["sample", "absent", str(tmp_path / "none.jsonl"), "--tokens", "0"]) == 1, "before a model is loaded"
     assert "tokens=0; give at least 1" in capsys.readouterr().err
 
@@ -183,9 +179,8 @@ def test_what_cannot_be_sampled_is_said(demo, tmp_path):
 def test_a_file_of_ones_own_is_left_as_it_is(mine, demo, tmp_path, capsys):
     path = tmp_path / "rows.jsonl"
     path.write_text(mine)
-    with pytest.raises(
-        ValueError, match="holds what hf-twell sample did not write, and is left as it is; choose anoth"
-    ):
+    says = "holds what hf-twell sample did not write, and is left as it is; choose anoth"
+    with pytest.raises(ValueError, match=says):
         sample_text(*demo, path, tokens=10, length=8)
     assert path.read_text() == mine
     assert main(["sample", "absent", str(path), "--tokens", "10"]) == 1, "before a model is loaded"
@@ -193,21 +188,18 @@ def test_a_file_of_ones_own_is_left_as_it_is(mine, demo, tmp_path, capsys):
     assert path.read_text() == mine
 
 
-def test_a_place_that_takes_no_file_is_refused_before_a_model_is_loaded(tmp_path, capsys):
+def test_a_place_that_takes_no_file_is_refused_before_a_model_is_loaded(tmp_path, error_line):
     (tmp_path / "folder.jsonl").mkdir()
     for name, says in (("folder.jsonl", "is a folder; name a file"), ("none/own.jsonl", "its folder does not exist")):
-        assert main(["sample", "absent", str(tmp_path / name), "--tokens", "10"]) == 1
-        assert says in capsys.readouterr().err
+        assert says in error_line("sample", "absent", tmp_path / name, "--tokens", "10")
 
 
-def test_the_command_writes_what_a_recipe_reads(tmp_path, capsys):
+def test_the_command_writes_what_a_recipe_reads(tmp_path, capsys, error_line, run_json):
     file = tmp_path / "own.jsonl"
-    command = ["sample", DEMO, str(file), "--tokens", "1_00", "--length", "16", "--batch", "4", "--device", "cpu"]
-    assert main([*command, "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)
+    command = ["sample", str(MODEL), str(file), "--tokens", "1_00", "--length", "16", "--batch", "4", "--device", "cpu"]
+    result = run_json(*command)
     assert result["output"] == str(file)
-    assert len(PackedText(load_tokenizer(DEMO), [str(file)], 16)) > 3
+    assert len(PackedText(load_tokenizer(str(MODEL)), [str(file)], 16)) > 3
     assert main(command) == 0
     assert capsys.readouterr().out.startswith(f"{result['documents']} documents, {result['tokens']:,} tokens in all, ")
-    assert main(["sample", DEMO, str(tmp_path / "own.txt"), "--tokens", "5"]) == 1
-    assert "does not end in .jsonl" in capsys.readouterr().err
+    assert "does not end in .jsonl" in error_line("sample", str(MODEL), tmp_path / "own.txt", "--tokens", "5")

@@ -2,7 +2,6 @@
 
 import json
 import socket
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,15 +12,14 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_twell
-from hf_twell.cli import main
 from hf_twell.files.packages import how_to_install
 from hf_twell.serving.sparse import prepare
-from tests.conftest import tiny_llama
-from tests.servers import ROOT, Server, serving
+from tests.conftest import finished, tiny_llama
+from tests.paths import MODEL
+from tests.servers import Server, serving
 
 pytest.importorskip("fastapi")
 
-DEMO = ROOT / "recipes" / "demo" / "model"
 MESSAGES = [{"role": "user", "content": "What is a cell?"}]
 PROMPTS = ("The cell is", "Once upon a time")
 NEW_TOKENS = 24
@@ -38,8 +36,8 @@ ON_CPU = ("--engine", "transformers", "--port", "0", "--device", "cpu")
 def sparse(tmp_path_factory) -> Path:
     """The demo model as a sparse checkpoint, in float32, with a chat template and a token that it does not know."""
     folder = tmp_path_factory.mktemp("sparse")
-    hf_twell.sparsify(AutoModelForCausalLM.from_pretrained(DEMO, dtype="float32")).save_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    hf_twell.sparsify(AutoModelForCausalLM.from_pretrained(MODEL, dtype="float32")).save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
     tokenizer.chat_template = TEMPLATE
     tokenizer.add_tokens("<unknown>")
     tokenizer.save_pretrained(folder)
@@ -299,18 +297,18 @@ def test_an_adapter_is_served_on_its_sparse_base(sparse, tmp_path):
 
 @pytest.mark.slow
 def test_a_dense_model_is_served_and_said_so(tmp_path):
-    with serving(tmp_path, DEMO, "--engine", "transformers", "--port", "0", "--dtype", "float32") as server:
+    with serving(tmp_path, MODEL, "--engine", "transformers", "--port", "0", "--dtype", "float32") as server:
         assert any("float32" in line and "is dense" in line for line in server.lines)
         assert any("no chat template" in line for line in server.lines)
         assert "chat_template is not set" in server.ask("/v1/chat/completions", {"messages": MESSAGES})
-        assert completion(server) == greedy(DEMO, PROMPTS[0])
+        assert completion(server) == greedy(MODEL, PROMPTS[0])
 
 
-def test_a_port_in_use_is_told(sparse, capsys):
+def test_a_port_in_use_is_told(sparse, error_line):
     with socket.create_server(("127.0.0.1", 0)) as other:
-        port = str(other.getsockname()[1])
-        assert main(["serve", str(sparse), "--engine", "transformers", "--port", port]) == 1
-    assert f"cannot serve on 127.0.0.1 port {port}: Address already in use" in last(capsys)
+        port = other.getsockname()[1]
+        line = error_line("serve", sparse, "--engine", "transformers", "--port", port)
+    assert f"cannot serve on 127.0.0.1 port {port}: Address already in use" in line
 
 
 @pytest.mark.parametrize(
@@ -318,29 +316,21 @@ def test_a_port_in_use_is_told(sparse, capsys):
     [
         (["{folder}/absent"], "no folder at"),
         (["{folder}"], "config.json"),
-        ([str(DEMO), "--host", "192.0.2.1"], "give an address of this machine"),
-        ([str(DEMO), "--host", "no such host"], "give an address of this machine"),
-        ([str(DEMO), "--backend", "cpu"], "is no converted model"),
-        ([str(DEMO), "--", "--max-model-len", "64"], "arguments after -- are for vLLM"),
-        ([str(DEMO), "--device", "tpu"], "give cpu, cuda or cuda:N"),
+        ([str(MODEL), "--host", "192.0.2.1"], "give an address of this machine"),
+        ([str(MODEL), "--host", "no such host"], "give an address of this machine"),
+        ([str(MODEL), "--backend", "cpu"], "is no converted model"),
+        ([str(MODEL), "--", "--max-model-len", "64"], "arguments after -- are for vLLM"),
+        ([str(MODEL), "--device", "tpu"], "give cpu, cuda or cuda:N"),
     ],
 )
-def test_mistakes_of_the_one_who_starts_it_are_told(arguments, says, tmp_path, capsys):
+def test_mistakes_of_the_one_who_starts_it_are_told(arguments, says, tmp_path, error_line):
     model, *rest = (argument.format(folder=tmp_path) for argument in arguments)
-    assert main(["serve", model, "--engine", "transformers", "--port", "0", *rest]) == 1
-    assert says in last(capsys)
-
-
-def last(capsys) -> str:
-    line = capsys.readouterr().err.strip().splitlines()[-1]
-    assert line.startswith("hf-twell: error: ")
-    return line
+    assert says in error_line("serve", model, "--engine", "transformers", "--port", "0", *rest)
 
 
 @pytest.mark.slow
 def test_a_missing_package_is_named_with_what_installs_it():
     code = "import sys\nsys.modules['uvicorn'] = None\nfrom hf_twell.cli import main\nsys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-c", code, "serve", str(DEMO), "--engine", "transformers"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    done = finished(sys.executable, "-c", code, "serve", MODEL, "--engine", "transformers")
     assert done.returncode == 1
     assert done.stderr == f"hf-twell: error: this needs the package uvicorn: {how_to_install('uvicorn')}\n"

@@ -16,7 +16,8 @@ from hf_twell.cli.bench_serve import density
 from hf_twell.models.quantizing import quantize
 from hf_twell.serving import vllm_engine
 from tests.conftest import TINY, tiny_llama
-from tests.servers import ROOT, Server
+from tests.paths import ROOT
+from tests.servers import Server
 from tests.vllm_engines import PYTHON, TIMEOUT_S, environment, needs_vllm, save_demo
 
 GIB = 1 << 30

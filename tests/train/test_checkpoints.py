@@ -22,7 +22,7 @@ from hf_twell.files.checkpoints import STATE_NAME, read_state, write_json, write
 from hf_twell.files.folders import clear_dead_savings, save_model, whole_folder
 from hf_twell.train.resuming import CompleteCheckpoints
 from tests.conftest import tiny_llama, training_rows
-from tests.paths import ROOT
+from tests.paths import MODEL, ROOT
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -534,7 +534,7 @@ def test_a_saving_killed_while_it_replaced_a_model_loses_none(tmp_path, replaced
 
 def test_everything_that_a_saving_writes_may_be_overwritten(tmp_path):
     """Transformers and peft may come to write more; then --overwrite would refuse what it wrote itself."""
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "recipes" / "demo" / "model")
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
     tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
     model = sparsify(tiny_llama())
     for count in range(2):

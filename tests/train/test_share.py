@@ -55,10 +55,8 @@ def test_trainer(truth, layout, accumulation):
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_gradient_checkpointing(truth, use_reentrant):
-    options = {"gradient_checkpointing_kwargs": {"use_reentrant": use_reentrant}}
-    gradient, logs = one_step.trainer_gradient(
-        "Trainer", accumulation=2, share=SHARE, gradient_checkpointing=True, **options
-    )
+    options = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": use_reentrant}}
+    gradient, logs = one_step.trainer_gradient(accumulation=2, share=SHARE, **options)
     assert_same(gradient, logs[f"twell/union_{SHARE}"], truth)
 
 
@@ -156,9 +154,8 @@ def test_equally_strong_tokens_take_equal_parts_and_padding_none(dtype):
     expected = [[strong + 3 * strong / 2, 0], [strong + 3 * strong / 2, 0], [middle, weak + 3 * weak], [0, 0]]
     # In the arithmetic of the block: 1 - tanh^2 near 1, a product and a quotient.
     size = torch.finfo(dtype).eps * 8 / 0.2
-    torch.testing.assert_close(
-        active.grad.double() / 0.5, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=size
-    )
+    expected = torch.tensor(expected, dtype=torch.float64)
+    torch.testing.assert_close(active.grad.double() / 0.5, expected, rtol=0, atol=size)
     assert unions.grad.tolist() == [3 * 2], "both neurons, for each of the run's three tokens"
 
 

@@ -182,19 +182,14 @@ def test_no_weight_exceeds_its_bound_where_l1_falls_or_differs():
 
 
 @pytest.mark.slow
-def test_a_run_that_misses_its_target_says_so(tmp_path, caplog):
-    trainer = make_trainer(tmp_path, target_density=0.001, warmup_steps=WARMUP_STEPS)
-    trainer.train()
+@pytest.mark.parametrize(
+    ("shares", "where"), [("equal", r"model.layers.0.mlp \d+.\d\d%, "), ("free", r"the layers' mean is \d+.\d\d%; ")]
+)
+def test_a_run_that_misses_its_target_says_so(tmp_path, caplog, shares, where):
+    make_trainer(tmp_path, target_density=0.001, warmup_steps=WARMUP_STEPS, layer_shares=shares).train()
     (line,) = [record.getMessage() for record in caplog.records if "was missed" in record.getMessage()]
-    assert re.match(r"target_density=0.001 was missed by more than a tenth: model.layers.0.mlp \d+.\d\d%, ", line)
+    assert re.match(f"target_density=0.001 was missed by more than a tenth: {where}", line)
     assert "shorter" not in line, "what is said of a layer at its bound asks for a longer warm-up"
-
-
-@pytest.mark.slow
-def test_a_run_whose_layers_share_the_target_misses_it_in_their_mean(tmp_path, caplog):
-    make_trainer(tmp_path, target_density=0.001, warmup_steps=WARMUP_STEPS, layer_shares="free").train()
-    (line,) = [record.getMessage() for record in caplog.records if "was missed" in record.getMessage()]
-    assert re.match(r"target_density=0.001 was missed by more than a tenth: the layers' mean is \d+.\d\d%; ", line)
 
 
 def bound_lines(caplog) -> list[str]:
@@ -264,9 +259,8 @@ def test_a_real_run_is_steered_logged_and_resumed(tmp_path, caplog):
     for layer in range(3):
         reached = [rows[step][f"twell/layer_{layer:02d}/density"] for step in range(STEPS - 23, STEPS + 1)]
         assert sum(reached) / len(reached) == pytest.approx(0.1, rel=0.1), "each layer, within 10 %"
-    assert len({rows[STEPS][f"twell/layer_{layer:02d}/l1_weight"] for layer in range(3)}) == 3, (
-        "each has its own weight"
-    )
+    weights = {rows[STEPS][f"twell/layer_{layer:02d}/l1_weight"] for layer in range(3)}
+    assert len(weights) == 3, "each has its own"
     state = read_state(tmp_path / f"checkpoint-{SAVE_STEPS}")
     assert state["target_density"] == 0.1
     assert len(state["controller"]["log_weight"]) == 3
@@ -292,9 +286,8 @@ def test_a_run_follows_the_formula_from_its_first_step_and_begins_anew(tmp_path)
     for _ in range(2):
         trainer.train()
         first, second = (training_rows(trainer)[step] for step in (1, 2))
-        assert [first["twell/target"], second["twell/target"]] == pytest.approx(
-            [math.sqrt(first["twell/density"] * 0.05), 0.05]
-        )
+        targets = [math.sqrt(first["twell/density"] * 0.05), 0.05]
+        assert [first["twell/target"], second["twell/target"]] == pytest.approx(targets)
         error = min(1.0, math.log(first["twell/density"] / 0.05) / 2)
         weight = 0.03 / first["twell/l1"] * math.exp((4 + 0.4) * error)
         assert first["twell/l1_weight"] == pytest.approx(weight, rel=1e-4), "found in the first step, for the second"
@@ -311,14 +304,9 @@ def test_steps_of_a_warm_up(tmp_path):
     callback = SparsityCallback(trainer, l1_weight=2.0, warmup_steps=8, warmup="sine")
     weights = [callback.weight_at(step) for step in (0, 1, 4, 7, 8)]
     assert weights == pytest.approx([0, 1 - math.cos(math.pi / 8), 1, 1 + math.cos(math.pi / 8), 2])
-    for name, value in (
-        ("warmup_steps", -1),
-        ("warmup_steps", True),
-        ("warmup_steps", math.nan),
-        ("warmup_steps", 1.5),
-    ):
-        with pytest.raises(ValueError, match=f"{name}={value}; give a whole number of steps"):
-            SparsityCallback(trainer, l1_weight=2.0, **{name: value})
+    for value in (-1, True, math.nan, 1.5):
+        with pytest.raises(ValueError, match=f"warmup_steps={value}; give a whole number of steps"):
+            SparsityCallback(trainer, l1_weight=2.0, warmup_steps=value)
     with pytest.raises(ValueError, match=r"blend_steps: blending is gone; leave it out, .* ReLU at once; .* teacher"):
         SparsityCallback(trainer, l1_weight=2.0, blend_steps=0.2)
     with pytest.raises(TypeError, match="unexpected keyword argument 'target_densty'"):
@@ -352,13 +340,13 @@ def test_what_cannot_be_meant_is_refused(tmp_path, options, says):
         make_trainer(tmp_path, **options)
 
 
-@pytest.mark.parametrize("density", [0.0, 1.0, -0.1, math.nan])
-@pytest.mark.parametrize("bounds", [(0.0, 1.0), (1.0, 1.0), (1.0, math.inf), (math.nan, 1.0), (1.0, 2.0, 3.0)])
-def test_limits_are_refused_themselves(density, bounds):
-    with pytest.raises(ValueError, match="between 0 and 1"):
-        DensityController(density, steps=10)
-    with pytest.raises(ValueError, match="lowest and the highest"):
-        DensityController(0.1, steps=10, l1_bounds=bounds)
+def test_limits_are_refused_themselves():
+    for density in (0.0, 1.0, -0.1, math.nan):
+        with pytest.raises(ValueError, match="between 0 and 1"):
+            DensityController(density, steps=10)
+    for bounds in ((0.0, 1.0), (1.0, 1.0), (1.0, math.inf), (math.nan, 1.0), (1.0, 2.0, 3.0)):
+        with pytest.raises(ValueError, match="lowest and the highest"):
+            DensityController(0.1, steps=10, l1_bounds=bounds)
 
 
 def test_the_count_term_is_a_smooth_count_of_active_neurons():

@@ -1,7 +1,6 @@
 """The terms of sparse training in mixtures of experts, compared with their definition by plain autograd."""
 
 import functools
-import os
 import sys
 import tempfile
 
@@ -12,7 +11,7 @@ from torch.nn import functional as F
 from hf_twell import L1Penalty, SparsityCallback, measure_sparsity, sparsify
 from hf_twell.blocks.architectures import find_ffns
 from hf_twell.ops import experts, reference
-from tests.conftest import in_two_processes
+from tests.conftest import in_two_processes, leave
 from tests.mixtures import by_hand, mixture
 from tests.one_step import LABELS, LENGTHS, KeepGradient, flat_gradient, make_trainer, pad, rows
 
@@ -231,8 +230,8 @@ def test_trains_with_a_target_and_saves(tmp_path):
     from transformers import AutoModelForCausalLM
 
     model = sparsify(mixture("qwen2_moe"))
-    trainer = make_trainer(tmp_path, model=model, max_steps=30, logging_steps=10, learning_rate=3e-3)
-    trainer.add_callback(SparsityCallback(trainer, target_density=0.1, warmup_steps=10))
+    options = {"max_steps": 30, "logging_steps": 10, "learning_rate": 3e-3}
+    trainer = make_trainer(tmp_path, model=model, term={"target_density": 0.1, "warmup_steps": 10}, **options)
     trainer.train()
     densities = [row["twell/density"] for row in trainer.state.log_history if "twell/density" in row]
     assert densities[-1] < 0.8 * densities[0]
@@ -249,10 +248,4 @@ def test_what_experts_do_not_have_is_refused(chosen, tmp_path):
 
 
 if __name__ == "__main__":
-    result = trained("qwen2_moe", "l1", 2, processes=2)
-    if torch.distributed.get_rank() == 0:
-        torch.save(result, sys.argv[1])
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads now and then abort the interpreter's own shutdown
+    leave(trained("qwen2_moe", "l1", 2, processes=2), sys.argv[1])

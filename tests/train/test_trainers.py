@@ -11,24 +11,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import transformers as tf
 from torch import nn
-from transformers import (
-    CLIPVisionConfig,
-    DataCollatorWithFlattening,
-    LlamaConfig,
-    LlamaForSequenceClassification,
-    LlamaForTokenClassification,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-    PreTrainedTokenizerFast,
-    Seq2SeqTrainer,
-    Seq2SeqTrainingArguments,
-    T5GemmaConfig,
-    T5GemmaForConditionalGeneration,
-    T5GemmaModuleConfig,
-    Trainer,
-    TrainingArguments,
-)
 
 from hf_twell import L1Penalty, SparsityCallback, measure_sparsity, sparsify
 from tests.conftest import TINY, one_of, relu_llama, tiny_llama
@@ -135,16 +119,16 @@ def loss_of_words(outputs, labels, num_items_in_batch=None):
     return nn.functional.cross_entropy(logits, labels, reduction="sum") / num_items_in_batch
 
 
-def transformers_trainer(kind=Trainer, dataset=None, collator=pad, loss=None, **arguments):
+def transformers_trainer(kind=tf.Trainer, dataset=None, collator=pad, loss=None, **arguments):
     args = {"output_dir": tempfile.mkdtemp(), **COMMON, **arguments}
-    args = Seq2SeqTrainingArguments(**args) if kind is Seq2SeqTrainer else TrainingArguments(**args)
+    args = tf.Seq2SeqTrainingArguments(**args) if kind is tf.Seq2SeqTrainer else tf.TrainingArguments(**args)
     options = {"train_dataset": dataset or rows(), "data_collator": collator, "compute_loss_func": loss}
     return lambda model: kind(model, args, **options)
 
 
 # What gives the gradient of the same rows in one batch, and what does not.
 SAME_STEP = {
-    "Seq2SeqTrainer": {"kind": Seq2SeqTrainer},
+    "Seq2SeqTrainer": {"kind": tf.Seq2SeqTrainer},
     "grouped by length": {"train_sampling_strategy": "group_by_length"},
     "tokens not averaged": {"average_tokens_across_devices": False},
     "tokens seen": {"include_num_input_tokens_seen": "non_padding"},
@@ -154,12 +138,12 @@ SAME_STEP = {
     "stream": {"dataset": Stream()},
     "stream, dispatched": {"dataset": Stream(), "accelerator_config": {"dispatch_batches": True}},
     "micro-batches of 3, 3 and 2": {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 3},
-    "flattened": {"collator": DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)},
+    "flattened": {"collator": tf.DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)},
 }
 OTHER_STEPS = {
     "neftune": {"neftune_noise_alpha": 5.0},
     "label smoothing": {"label_smoothing_factor": 0.1},
-    "flattened, one sequence": {"collator": DataCollatorWithFlattening(return_position_ids=False)},
+    "flattened, one sequence": {"collator": tf.DataCollatorWithFlattening(return_position_ids=False)},
 }
 
 
@@ -181,10 +165,11 @@ def test_trainer_of_another_objective(case):
 
 def tiny_llava(**changes):
     vision = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4}
-    vision = CLIPVisionConfig(**vision, image_size=16, patch_size=8)
+    vision = tf.CLIPVisionConfig(**vision, image_size=16, patch_size=8)
     torch.manual_seed(0)
-    text = LlamaConfig(**{**TINY, **changes})
-    model = LlavaForConditionalGeneration(LlavaConfig(vision_config=vision, text_config=text, image_token_index=95))
+    text = tf.LlamaConfig(**{**TINY, **changes})
+    config = tf.LlavaConfig(vision_config=vision, text_config=text, image_token_index=95)
+    model = tf.LlavaForConditionalGeneration(config)
     model.model.vision_tower.requires_grad_(False)
     return model
 
@@ -206,17 +191,17 @@ def test_images():
 def test_token_classification():
     def dense(**changes):
         torch.manual_seed(0)
-        return LlamaForTokenClassification(LlamaConfig(**{**TINY, **changes}, num_labels=96))
+        return tf.LlamaForTokenClassification(tf.LlamaConfig(**{**TINY, **changes}, num_labels=96))
 
     check_exact(transformers_trainer(), dense)
 
 
-class Twice(Trainer):
+class Twice(tf.Trainer):
     def compute_loss(self, model, inputs, **options):
-        return sum(Trainer.compute_loss(self, model, inputs, **options) for _ in range(2)) / 2
+        return sum(tf.Trainer.compute_loss(self, model, inputs, **options) for _ in range(2)) / 2
 
 
-class Half(Trainer):
+class Half(tf.Trainer):
     def _prepare_inputs(self, inputs):
         return {key: value[:2] for key, value in super()._prepare_inputs(inputs).items()}
 
@@ -251,8 +236,8 @@ def test_virtual_tokens_are_refused():
 
 def test_encoder_decoders_are_refused():
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
-    part = T5GemmaModuleConfig(**{name: TINY[name] for name in names}, head_dim=8, num_hidden_layers=2)
-    model = sparsify(T5GemmaForConditionalGeneration(T5GemmaConfig(encoder=part, decoder=part, vocab_size=96)))
+    part = tf.T5GemmaModuleConfig(**{name: TINY[name] for name in names}, head_dim=8, num_hidden_layers=2)
+    model = sparsify(tf.T5GemmaForConditionalGeneration(tf.T5GemmaConfig(encoder=part, decoder=part, vocab_size=96)))
     with pytest.raises(ValueError, match="T5GemmaForConditionalGeneration is an encoder-decoder"):
         L1Penalty(model, 0.1)
     with pytest.raises(ValueError, match="decoder-only"):
@@ -280,7 +265,7 @@ def tokenizer():
     words = {"<pad>": 0, "<eos>": 1, "<unk>": 2, **{f"w{index}": index for index in range(3, 96)}}
     words = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", chat_template=CHAT)
+    return tf.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", chat_template=CHAT)
 
 
 def text(start: int, length: int) -> str:
@@ -303,14 +288,8 @@ def judged() -> list[dict]:
 def trl_trainer(trl, name, dataset, *, options=None, **arguments):
     from datasets import Dataset
 
-    arguments = {
-        "output_dir": tempfile.mkdtemp(),
-        **COMMON,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        **arguments,
-    }
-    args = getattr(trl, f"{name}Config")(**arguments)
+    common = {"output_dir": tempfile.mkdtemp(), **COMMON, "bf16": False, "gradient_checkpointing": False}
+    args = getattr(trl, f"{name}Config")(**{**common, **arguments})
     dataset = Dataset.from_list(dataset)
 
     def make(model):
@@ -364,9 +343,8 @@ def test_sft_on_the_assistant_alone(trl):
 
 @pytest.mark.slow
 def test_sft_loss_function(trl):
-    check_exact(
-        trl_trainer(trl, "SFT", rows(), options=lambda model: {"compute_loss_func": loss_of_words}), truth=one_batch()
-    )
+    make = trl_trainer(trl, "SFT", rows(), options=lambda model: {"compute_loss_func": loss_of_words})
+    check_exact(make, truth=one_batch())
 
 
 @pytest.mark.parametrize("layout", [{"padding_free": True, "max_length": None}, {"packing": True, "max_length": 24}])
@@ -405,7 +383,7 @@ def test_reward(trl):
         config = tiny_llama(**changes).config
         config.num_labels = 1
         torch.manual_seed(1)
-        return LlamaForSequenceClassification(config)
+        return tf.LlamaForSequenceClassification(config)
 
     check_exact(trl_trainer(trl, "Reward", pairs()), scorer)
 

@@ -302,8 +302,7 @@ def test_training_begins_with_weights_in_stock_order(tmp_path):
         def on_pre_optimizer_step(self, *args, **kwargs):
             orders.append(down.is_contiguous())
 
-    trainer = one_step.make_trainer(tmp_path, model=model)
-    trainer.add_callback(SparsityCallback(trainer, l1_weight=1e-3))
+    trainer = one_step.make_trainer(tmp_path, model=model, term={"l1_weight": 1e-3})
     trainer.add_callback(Watch())
     expected = down.detach().clone()
     assert not down.is_contiguous()
@@ -381,30 +380,6 @@ def test_masks_that_cannot_be_read_are_refused():
         model(input_ids=batch["input_ids"][:2])
 
 
-def test_a_run_that_broke_off_leaves_nothing_in_the_next_ones_log(tmp_path):
-    """As `auto_find_batch_size` begins again after running out of memory."""
-
-    class BreaksOff(Trainer):
-        steps = 0
-
-        def training_step(self, *args, **kwargs):
-            self.steps += 1
-            if self.steps == 2:
-                raise RuntimeError("CUDA out of memory.")
-            return super().training_step(*args, **kwargs)
-
-    halves = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}
-    trainer = one_step.make_trainer(tmp_path, BreaksOff, **halves)
-    trainer.add_callback(SparsityCallback(trainer, 0.0))
-    with pytest.raises(RuntimeError) as error:  # whose traceback keeps the trainer's loop in memory
-        trainer.train()
-    assert not any(ffn.twell_state.l1 for ffn in sparse_ffns(trainer.model)), "the model is as if untouched"
-    trainer.train()
-    assert "out of memory" in str(error.value)
-    _, logs = one_step.trainer_gradient(accumulation=2, l1_weight=0.0)
-    assert trainer.state.log_history[0]["twell/l0"] == pytest.approx(logs["twell/l0"])
-
-
 class AtEvents(TrainerCallback):
     """Notes whether the term is on."""
 
@@ -420,16 +395,13 @@ class AtEvents(TrainerCallback):
 def test_the_term_is_on_for_micro_batches_alone(tmp_path):
     options = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4, "eval_steps": 1}
     kind = functools.partial(Trainer, eval_dataset=one_step.rows()[:4], callbacks=[events := AtEvents()])
-    trainer = one_step.make_trainer(tmp_path, kind, eval_strategy="steps", **options)
-    trainer.add_callback(SparsityCallback(trainer, 0.0))
-    trainer.train()
+    one_step.make_trainer(tmp_path, kind, eval_strategy="steps", term={"l1_weight": 0.0}, **options).train()
     assert events.on == 5 * [False]
 
 
 def test_a_trainer_that_takes_all_micro_batches_at_once_is_refused(tmp_path):
     """The term was off while it trained on them, and nothing told so."""
-    trainer = one_step.make_trainer(tmp_path)
-    trainer.add_callback(SparsityCallback(trainer, 0.0))
+    trainer = one_step.make_trainer(tmp_path, term={"l1_weight": 0.0})
     lazily = trainer.get_batch_samples
 
     def at_once(*args):
@@ -452,8 +424,7 @@ def test_a_model_that_the_trainer_makes_anew_is_refused(tmp_path):
 
 @pytest.mark.parametrize("change", [unpatch, functools.partial(sparsify, layers=[0])])
 def test_blocks_that_change_after_the_callback_are_said_to(tmp_path, change):
-    trainer = one_step.make_trainer(tmp_path)
-    trainer.add_callback(SparsityCallback(trainer, 1e-3))
+    trainer = one_step.make_trainer(tmp_path, term={"l1_weight": 1e-3})
     change(trainer.model)
     with pytest.raises(ValueError, match=r"has other sparse blocks than .*unpatch"):
         trainer.train()
@@ -471,15 +442,6 @@ def test_fp16_on_a_cpu_is_refused_for_that(tmp_path):
     trainer = one_step.make_trainer(tmp_path, fp16=True)
     with pytest.raises(ValueError, match=r"^fp16 needs a GPU, and this trainer is on cpu; train in float32 or bf16$"):
         SparsityCallback(trainer, 0.1)
-
-
-@pytest.mark.parametrize("change", [unpatch, lambda model: sparsify(model, layers=[0])])
-def test_layers_that_are_not_sparse_any_more_are_named(change):
-    model = sparsify(tiny_llama())
-    penalty = L1Penalty(model, 1e-3)
-    change(model)
-    with pytest.raises(ValueError, match="not sparse any more"):
-        penalty.begin_step([{"input_ids": torch.ones(2, 9, dtype=torch.long)}])
 
 
 def test_steps_without_tokens_report_nothing():
