@@ -26,10 +26,12 @@ text { font: 14px -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; fill:
 FEW, MANY = ("kernels/twell_cuda/bench/h200-few-2026-11-27", "kernels/twell_cuda/bench/h200-2026-11-23")
 DENSITY = "kernels/twell_cuda/bench/h200-density-2026-11-27"
 SMOLLM2, QWEN = "model_cards/smollm2/pretrained.jsonl", "model_cards/qwen2.5-coder-0.5b/rows.jsonl"
-SOURCES = (*(f"{folder}/bench.jsonl" for folder in (FEW, MANY, DENSITY)), SMOLLM2, QWEN)
+OWN_TEXT, WHOLE = (f"model_cards/qwen2.5-coder-0.5b/{name}.jsonl" for name in ("rows_own_text", "speed"))
+SOURCES = (*(f"{folder}/bench.jsonl" for folder in (FEW, MANY, DENSITY)), SMOLLM2, QWEN, OWN_TEXT, WHOLE)
 # Active neurons of 5,632 at which blocks were timed, and the conversions of about that density.
 SMOLLM2_RUNS = {1126: "0.194/350M", 600: "0.098/350M", 298: "0.0475/310M", 120: "0.0195/120M"}
 QWEN_RUNS = {600: "ten-parent-26M", 298: "five-parent-26M"}
+WHOLE_RUN = "union25-half"  # which was timed as a whole model
 TASKS = {"lambada": 0.0, "arc_easy": 0.25, "arc_challenge": 0.25, "hellaswag": 0.25}  # and what guessing scores
 
 
@@ -82,15 +84,21 @@ def _block(drawing: Drawing, left: float, title: str, active: set[int], told: st
 
 
 def points(root: Path) -> dict[str, list[tuple[float, float, float]]]:
-    """(density, times dense, part of the tasks kept) by line; the lines but the last are SmolLM2's."""
+    """(density, times dense, part of the tasks kept) by line; the first three are SmolLM2's."""
     lines = {"one token": (FEW, 1), "16 tokens": (FEW, 16), "prefill of 16,384": (MANY, 16_384)}
     kept, found = _kept_by_smollm2(root), {}
     for name, (folder, tokens) in lines.items():
         rows = _read(root, f"{folder}/bench.jsonl") + _read(root, f"{DENSITY}/bench.jsonl") * (tokens == 16_384)
         found[name] = [(*_speed(rows, tokens, l0), kept[run]) for l0, run in SMOLLM2_RUNS.items()]
     rows = _read(root, f"{FEW}/bench.jsonl")
-    kept = _kept_by_qwen(root)
+    kept = _kept_by_qwen(root, QWEN, "dense-26M")
     found["Qwen"] = [(*_speed(rows, 1, l0), kept[run]) for l0, run in QWEN_RUNS.items()]
+    whole = {(row["engine"], row["measured"], row["batch"]): row for row in _read(root, WHOLE) if "engine" in row}
+    (training,) = (row["training"] for row in _read(root, OWN_TEXT) if row["run"] == WHOLE_RUN and "training" in row)
+    kept = _kept_by_qwen(root, OWN_TEXT, "dense-29M")[WHOLE_RUN]
+    loads = ("decode", 1), ("decode", 16), ("prefill", 8)
+    times = [[whole[engine, *load]["step_us"] for engine in ("parent", "kernels on")] for load in loads]
+    found["whole model"] = [(training["density"], dense / sparse, kept) for dense, sparse in times]
     return found
 
 
@@ -126,23 +134,23 @@ def _kept_by_smollm2(root: Path) -> dict[str, float]:
     return {run: above_chance(rows[f"count/{run}/seed0"]) / best for run in SMOLLM2_RUNS.values()}
 
 
-def _kept_by_qwen(root: Path) -> dict[str, float]:
+def _kept_by_qwen(root: Path, path: str, control: str) -> dict[str, float]:
     """Of the better of the parent and the dense control, as recipes/study/report.py has it."""
     metrics = zip(("lambada_openai", *list(TASKS)[1:]), ("acc", "acc", "acc_norm", "acc_norm"), strict=True)
     metrics = dict(metrics)
-    rows = {row["run"]: row for row in _read(root, QWEN) if "tasks" in row}
+    rows = {row["run"]: row for row in _read(root, path) if "tasks" in row}
 
     def above_chance(row: dict) -> float:
         values = [row["tasks"][task][metric]["value"] for task, metric in metrics.items()]
         return statistics.mean(values) - statistics.mean(TASKS.values())
 
-    best = max(above_chance(row) for name, row in rows.items() if name in ("parent", "dense-26M"))
-    return {run: above_chance(rows[run]) / best for run in QWEN_RUNS.values()}
+    best = max(above_chance(rows[name]) for name in ("parent", control))
+    return {run: above_chance(row) / best for run, row in rows.items()}
 
 
 def _chart(drawing: Drawing, found: dict[str, list[tuple[float, float, float]]]) -> None:
     left, right, top, bottom = 556, 930, 62, 300
-    drawing.text(512, 40, "Tasks kept, against a block's speed (GPU)", "title")
+    drawing.text(512, 40, "Tasks kept, against speed (GPU)", "title")
 
     def place(speed: float, kept: float) -> tuple[float, float]:
         return left + (speed - 1) / 2.6 * (right - left), bottom - (kept - 0.55) / 0.45 * (bottom - top)
@@ -153,7 +161,7 @@ def _chart(drawing: Drawing, found: dict[str, list[tuple[float, float, float]]])
         drawing.text(left - 8, y + 4, f"{100 * kept:.0f} %", "soft small", "end")
     for speed in (1, 1.5, 2, 2.5, 3, 3.5):
         drawing.text(place(speed, 1)[0], bottom + 18, f"{speed:g}x", "soft small", "middle")
-    drawing.text((left + right) / 2, bottom + 36, "times the dense block", "soft small", "middle")
+    drawing.text((left + right) / 2, bottom + 36, "times dense", "soft small", "middle")
     names = dict(zip(found, "abc", strict=False))
     for name, kind in names.items():
         places = [place(1, 1), *(place(speed, kept) for _, speed, kept in found[name])]
@@ -166,6 +174,9 @@ def _chart(drawing: Drawing, found: dict[str, list[tuple[float, float, float]]])
         drawing.text(x + aside[0], y + aside[1], f"{100 * density:.0f} % active", "small", aside[2])
     for _, speed, kept in found["Qwen"]:
         drawing.dot(*place(speed, kept), 4.5, "ring")
+    for kind, (_, speed, kept) in zip("abc", found["whole model"], strict=True):
+        x, y = place(speed, kept)
+        drawing.box(x - 4, y - 4, 8, 8, kind)
     for kind, x, told in zip(names.values(), (512, 612, 716), ("one token", "16 tokens", "prefill"), strict=True):
         drawing.dot(x + 4, 352, 4, kind)
         drawing.text(x + 14, 356, told, "small")

@@ -31,6 +31,7 @@ TRIALS, SNIPPET, DEMO = (
 QUANTIZED = "model_cards/smollm2/quantized.jsonl"
 QWEN = "model_cards/qwen2.5-coder-0.5b/rows.jsonl"
 QWEN_OWN_TEXT = "model_cards/qwen2.5-coder-0.5b/rows_own_text.jsonl"
+QWEN_SPEED = "model_cards/qwen2.5-coder-0.5b/speed.jsonl"
 
 SAME_WEIGHTS = ("torchao", "torchao_compiled", "scaled_mm")
 SHAPES = {
@@ -53,6 +54,7 @@ GIVEN = {
         "| 20 % |",
         "| 10 to 11 % |",
         "| 5 % |",
+        "| 5 %, neighbours",
         "| 2 % |",
         "At 10 %, the loss",
         "At 0.5 %, one of 8B's shape",
@@ -141,7 +143,7 @@ GIVEN = {
         "own steps, at 0.5 % active, in bfloat16",
         "at 2.1 % the norms are vLLM's own",
         "With 11 % active neurons",
-        "there are rows at 11 %.",
+        "there are rows at 11 %, and",
         "random weights, 0.5 % active",
         "rows at 0.5 % in fp8 and int8, at 2.1 % in fp8 and int8",
         "| sequences | 1 | 16 | 64 | 128 | prefill",
@@ -310,6 +312,23 @@ def qwen_kept(run: str) -> float:
     return kept_of_better(qwen(run), qwen("parent"), qwen("dense-26M"))
 
 
+def qwen_shared() -> tuple[float, float, float]:
+    """Of the conversion whose neighbours share: density, union of 64 and tasks kept, in percent."""
+    one, *dense = (qwen(run, QWEN_OWN_TEXT) for run in ("union25-half", "parent", "dense-29M"))
+    return 100 * one["training"]["density"], 100 * one["training"]["union"]["64"], kept_of_better(one, *dense)
+
+
+def qwen_steps(measured: str, batch: int) -> tuple[dict, dict]:
+    """vLLM's row of the parent and of that conversion with kernels."""
+    load = {"measured": measured, "batch": batch}
+    parent, sparse = (row(QWEN_SPEED, engine=engine, **load) for engine in ("parent", "kernels on"))
+    return parent, sparse
+
+
+def qwen_training() -> float:
+    return speedup(row(QWEN_SPEED, bench="train"))
+
+
 Entries = Iterator[tuple]  # a text with braces, and what goes into them
 
 
@@ -394,6 +413,13 @@ def readme() -> Entries:
             cells.append("{:.2f} / {:.2f}" if model else f"{NONE} / {{:.2f}}")
             values += [model, speedup(one)] if model else [speedup(one)]
         yield f"| {' | '.join(cells)} |", *values
+    shared = [row(UNIONS, tokens=16_384, requested_l0=327)]
+    blocks = map(speedup, [block(FEW, 1, 300), block(FEW, 16, 300), *shared])
+    pairs = [each for load, one in zip(loads, blocks, strict=True) for each in (ratio(qwen_steps(*load)), one)]
+    text = f"neighbours share | {NONE} | {{:.0f}} % |{' {:.2f} / {:.2f} |' * 3} {{:.2f}} / {NONE} |"
+    yield text, qwen_shared()[2], *pairs, qwen_training()
+    (coder,) = (each["written_first_64"] for each in rows(QWEN, run="parent") if "written_first_64" in each)
+    yield "The parent solves {:.0f} % of the first 64", 100 * coder["humaneval_instruct"]["pass@1,create_test"]["value"]
     losses = (
         above(smollm2(f"count/{BEST[2]}/seed0"), *dense),
         above(qwen(QWEN_RUNS[0]), qwen("parent"), qwen("dense-26M")),
@@ -509,6 +535,22 @@ def bench() -> Entries:
                 values += [told[1] / told[0]] if told else []
             first, value = ("{}", [batch]) if measured == "decode" else (name, [])
             yield "".join(f"| {cell} " if cell else "| " for cell in (first, *cells)) + "|", *value, *values
+    yield (
+        "to {:.1f} % active and a union of 64 tokens of {:.0f} %, where it keeps {:.0f} % of the tasks",
+        *qwen_shared(),
+    )
+    for name, digits, load in (
+        ("1 sequence", 3, ("decode", 1)),
+        ("16", 3, ("decode", 16)),
+        ("64", 3, ("decode", 64)),
+        ("prefill of 8 x 2,048 tokens", 2, ("prefill", 8)),
+    ):
+        sides = qwen_steps(*load)
+        first, value = ("{}", [load[1]]) if name.isdigit() else (name, [])
+        text = f"| {first} |{f' {{:.{digits}f}} ms |' * 2} {{:.2f}}x | {{:,.0f}} and {{:,.0f}} |"
+        yield text, *value, *(side["step_us"] / 1000 for side in sides), ratio(sides), *rates(sides)
+    one = row(QWEN_SPEED, bench="prefill", batch=1)
+    yield "is slower ({:.2f}), and a training step gains nothing ({:.2f})", speedup(one), qwen_training()
     alone = [end for side in steps("bf16")["decode", 1] for end in span(side["tokens_per_s"])]
     yield "they ranged over {:.0f} to {:.0f} dense, and {:.0f} to {:.0f} sparse", *alone
     loads = [*(("decode", batch) for batch in (1, 16, 64, 128)), ("prefill", 8)]
@@ -598,6 +640,9 @@ def converting() -> Entries:
     yield text, unions[0], said[0], more, said[1]
     text = "whose union is {:.0f} %; - and {:.1f} % less than one at {:.0f} % active, whose union is {:.0f} %"
     yield text, unions[1], less, said[2], unions[2]
+    density_, union, tasks_ = qwen_shared()
+    yield "at a union of {:.1f} % and {:.1f} % active. It keeps {:.0f} % of the tasks", union, density_, tasks_
+    yield "2,048 tokens is {:.2f} times as fast as its parent's", ratio(qwen_steps("prefill", 8))
     sources = trial("parent", "rows_shared"), trial("control", "rows_shared")
     for first, *others in (("`term: count`", "T0.1", "T0.05", "T0.02"), ("`share: 64`", "S0.4", "S0.25", "S0.15")):
         for cell, job in zip((f" {first} ", " ", " "), others, strict=True):
