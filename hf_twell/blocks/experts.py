@@ -69,9 +69,8 @@ class SparseExperts(SparseBlock):
         elif not (asked or (takes_experts(key, index.numel(), len(down)) and max_experts_density(key) > 0)):
             return False
         recent = self.twell_state.pairs
-        if look:
-            if key.device == "cpu" or not asked:
-                recent.look(x, index, gate_up)
+        if look and (key.device == "cpu" or not asked):
+            recent.look(x, index, gate_up)
         taken = choose_experts(key, Activity(recent.density)) == "kernels"
         if look and (taken or key.device == "cpu"):
             settle_down(self, down, x, recent.density, "kCpuRowsAbove")
