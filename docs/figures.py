@@ -1,8 +1,8 @@
-"""Every figure and table of the rows, drawn from those rows alone, and the drawings of docs/ (`make figures`).
+"""Every figure of the rows, drawn from those rows alone, and the drawings of docs/ (`make figures`).
 
     python docs/figures.py [ROOT]
 
-`bench.jsonl` under kernels/ gives tables and a figure for each kind of bench beside it. `pictures.py` has the drawings.
+`bench.jsonl` under kernels/ gives a figure for each kind of bench beside it. `pictures.py` has the drawings.
 """
 
 import json
@@ -11,7 +11,6 @@ from itertools import groupby
 from pathlib import Path
 
 import pictures
-from bench_tables import tables
 
 from hf_twell.bench.plot import AXES, plot
 
@@ -29,8 +28,6 @@ def kind_of(row: dict) -> tuple[str, str]:
 def main(root: Path) -> list[Path]:
     drawn = []
     for path in sorted(root.glob("kernels/*/bench/**/bench.jsonl")):
-        drawn.append(path.with_name("bench.md"))
-        drawn[-1].write_text(tables(rows_of(path)))
         for (bench, direction), rows in groupby(sorted(rows_of(path), key=kind_of), key=kind_of):
             rows = list(rows)
             if len({row.get(AXES[bench][0]) for row in rows}) < 2:  # no line

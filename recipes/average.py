@@ -23,12 +23,8 @@ from hf_twell.models.loading import load_model
 
 
 def average(trained: str, parent: str, share: float = 0.5):
-    """(model, tokenizer): (1 - share) * trained + share * parent, in float32.
-
-    Raises:
-        ValueError: a share outside 0 to 1, a sparse model, or activations, names or shapes of weights that differ.
-        OSError: a model does not load.
-    """
+    """(model, tokenizer): (1 - share) * trained + share * parent, in float32. A ValueError of a share outside 0 to 1, a
+    sparse model, or activations, names or shapes of weights that differ; an OSError where a model does not load."""
     if not 0 <= share <= 1:
         raise ValueError(f"share={share}; give the parent's share, from 0 to 1")
     model, tokenizer = load_model(trained, dtype=torch.float32, device="cpu")

@@ -12,9 +12,7 @@ compiled) or, for a few steps, on a CPU (float32).
 import argparse
 import contextlib
 import json
-import lzma
 import math
-import re
 import string
 import time
 from collections import Counter
@@ -29,6 +27,7 @@ from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from hf_twell import L1Penalty, sparsify
+from hf_twell.files.text import read_documents
 from hf_twell.train.controller import DensityController
 
 BOS, EOS = "<|startoftext|>", "<|endoftext|>"
@@ -39,18 +38,14 @@ PLAIN |= {0x2014: "--", 0x2013: "-", 0xA0: " ", ord("_"): None}
 BLANK_PUNCTUATION = str.maketrans(dict.fromkeys(string.punctuation, " "))
 
 
-def read_documents(text_dir: Path, source: str) -> list[str]:
+def read_source(text_dir: Path, source: str) -> list[str]:
     """The documents of one source, with plain quotation marks and dashes."""
-    path = text_dir / f"{source}.txt"
-    packed = text_dir / f"{source}.txt.xz"
-    if path.exists():
-        text = path.read_text(encoding="utf-8")
-    elif packed.exists():
-        text = lzma.decompress(packed.read_bytes()).decode("utf-8")
-    else:
-        raise FileNotFoundError(f"{text_dir} has neither {path.name} nor {packed.name}; --text must hold each source")
-    documents = (d.strip() for d in re.split(rf"^{re.escape(EOS)}\s*$", text.translate(PLAIN), flags=re.MULTILINE))
-    return [d for d in documents if d]
+    paths = [text_dir / f"{source}{ending}" for ending in (".txt", ".txt.xz")]
+    path = next((path for path in paths if path.exists()), None)
+    if path is None:
+        names = " nor ".join(path.name for path in paths)
+        raise FileNotFoundError(f"{text_dir} has neither {names}; --text must hold each source")
+    return [plain for document in read_documents(path) if (plain := document.translate(PLAIN).strip())]
 
 
 def cut_into_passages(document: str, passage_chars: int) -> list[str]:
@@ -82,7 +77,7 @@ def byte_count(texts: list[str]) -> int:
 def split_source(text_dir: Path, source: str, settings: dict, held_out_every: int) -> tuple[list[str], list[str]]:
     """Training and held-out passages of one source; whole documents are held out before any cutting."""
     passages, held_out = [], []
-    for i, document in enumerate(read_documents(text_dir, source)):
+    for i, document in enumerate(read_source(text_dir, source)):
         cut = cut_into_passages(document, settings["passage_chars"]) if "passage_chars" in settings else [document]
         passages += cut
         held_out += [i % held_out_every == held_out_every - 1] * len(cut)

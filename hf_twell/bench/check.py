@@ -24,15 +24,9 @@ def relative_error(value: torch.Tensor, truth: torch.Tensor) -> float:
 def check_block(
     outputs: dict[str, dict], truth: dict, dtype: torch.dtype, tokens: int, pairs: float
 ) -> dict[str, dict]:
-    """Relative RMS errors of one block's result and gradients: {tensor: {variant: error}}.
-
-    Args:
-        outputs: {variant: {tensor: value}}. truth: {tensor: value} in higher precision.
-        tokens, pairs: of one input; pairs are its active neurons, over all tokens.
-
-    Raises:
-        ValueError: where the sparse result, or one of its gradients, is off by more than allowed.
-    """
+    """Relative RMS errors of one block's result and gradients, {tensor: {variant: error}}, of `outputs` {variant:
+    {tensor: value}} against `truth` in higher precision. `tokens` and `pairs` (active neurons, over all tokens) are of
+    one input. A ValueError where the sparse result, or one of its gradients, is off by more than allowed."""
     errors = {}
     for name, wanted in truth.items():
         error = errors[name] = {variant: relative_error(tensors[name], wanted) for variant, tensors in outputs.items()}
@@ -49,11 +43,9 @@ def check_block(
 
 
 def check_logits(outputs: dict[str, torch.Tensor], truth: torch.Tensor) -> dict:
-    """Errors against higher precision of the first sequences, and differences from eager PyTorch of all of them.
-
-    Raises:
-        ValueError: a sparse variant's error is over twice the eager one's, or its difference from it over three times.
-    """
+    """Errors against higher precision of the first sequences, and differences from eager PyTorch of all of them. A
+    ValueError where a sparse variant's error is over twice the eager one's, or its difference from it over three
+    times."""
     errors = {name: relative_error(value[: len(truth)], truth) for name, value in outputs.items()}
     far = {name: relative_error(outputs[name], outputs["eager"]) for name in outputs if name.startswith("sparse")}
     allowed = errors["eager"]
@@ -68,16 +60,9 @@ def check_logits(outputs: dict[str, torch.Tensor], truth: torch.Tensor) -> dict:
 
 
 def check_training(losses: dict[str, float], errors: dict[str, dict], loss: float, dtype: torch.dtype) -> None:
-    """Compare a training step's loss and gradients in each variant with those in higher precision.
-
-    Args:
-        losses: {variant: loss}. errors: {variant: {kind of parameter: relative error of its gradients}}.
-        loss: in higher precision.
-
-    Raises:
-        ValueError: a loss is off by more than the dtype's resolution, or a sparse variant's gradients by more than
-            twice eager's error.
-    """
+    """Compare a training step's loss and gradients in each variant, `errors` {variant: {kind of parameter: relative
+    error}}, with those in higher precision. A ValueError where a loss is off by more than the dtype's resolution, or a
+    sparse variant's gradients by more than twice eager's error."""
     allowed_loss = max(torch.finfo(dtype).eps, 1e-5)
     for name, value in losses.items():
         if not abs(value - loss) <= allowed_loss * abs(loss):

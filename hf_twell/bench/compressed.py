@@ -17,14 +17,9 @@ KINDS = {
 def quantize_folder(
     model: PreTrainedModel, folder: str | Path, kind: str, part: str = "_proj", ignore: tuple[str, ...] = ("lm_head",)
 ) -> None:
-    """Quantize the stock checkpoint of `model` in `folder`: one scale for each row, tokens quantized as they come.
-
-    Formula: scale_n = max_k |w_nk| / 127 (fp8: 448), in w's dtype; value_nk = w_nk / scale_n, rounded.
-
-    Args:
-        kind: "int8" or "fp8" (e4m3).
-        part: of the name of a linear that is quantized; `ignore` names the others as compressed-tensors does.
-    """
+    """Quantize the stock checkpoint of `model` in `folder` to "int8" or "fp8" (e4m3): one scale for each row, tokens
+    quantized as they come, of the linears with `part` in their names; `ignore` names the others as compressed-tensors
+    does. Formula: scale_n = max_k |w_nk| / 127 (fp8: 448), in w's dtype; value_nk = w_nk / scale_n, rounded."""
     folder, state = Path(folder), {}
     dtype, largest, numbers, form = KINDS[kind]
     for name, tensor in model.state_dict().items():

@@ -35,11 +35,7 @@ PLATFORM = r"detected platform (\w+)"  # in vLLM's log
 
 @dataclass(frozen=True)
 class Load:
-    """Requests that are sent together.
-
-    Attributes:
-        measured: "decode", or "prefill", whose answers are one token long.
-    """
+    """Requests that are sent together; `measured` is "decode", or "prefill", whose answers are one token long."""
 
     measured: str
     concurrency: int
@@ -49,13 +45,8 @@ class Load:
 
 @dataclass
 class Side:
-    """One server's way to compute the checkpoint.
-
-    Attributes:
-        name: "sparse" or "dense".
-        engine: "transformers" or "vllm".
-        texts: its greedy answers to the prompts that are checked.
-    """
+    """One server's way, "sparse" or "dense", to compute the checkpoint by "transformers" or "vllm"; `texts` are its
+    greedy answers to the prompts that are checked."""
 
     name: str
     engine: str
@@ -63,11 +54,8 @@ class Side:
     texts: list[str] = field(default_factory=list)
 
     def ask(self, prompts: Sequence[str], new_tokens: int) -> list[Answer]:
-        """The answers to all of them at once, greedy, and not ended before `new_tokens`.
-
-        Raises:
-            ValueError: the server refused them, or is no more.
-        """
+        """The answers to all of them at once, greedy, and not ended before `new_tokens`; a ValueError where the server
+        refused them, or is no more."""
         endless = {"eos_token_id": -1, "pad_token_id": 0, "max_new_tokens": new_tokens}
         body = {"model": self.server.model, "max_tokens": new_tokens, "temperature": 0}
         body |= {"ignore_eos": True} if self.engine == "vllm" else {"generation_config": json.dumps(endless)}
@@ -77,11 +65,8 @@ class Side:
             raise self.server.failure("while it answered") from error
 
     def describe(self) -> dict:
-        """Of a row: what the server itself says that it does, and whether any block uses kernels (None: unsaid).
-
-        Raises:
-            ValueError: the dense one does, and would be no baseline.
-        """
+        """Of a row: what the server itself says that it does, and whether any block uses kernels (None: unsaid); a
+        ValueError where the dense one does, and would be no baseline."""
         says = self.server.says(COMPUTES[self.engine])
         kernels = None if says is None else not re.search(ALL_PLAIN, says)
         if self.name == "dense" and kernels:
@@ -93,13 +78,8 @@ class Side:
 
 
 class Prompts:
-    """Prompts of a given number of tokens, another for every request: an engine may keep what it has read before.
-
-    They are a text's passages, or random words of the tokenizer's vocabulary.
-
-    Args:
-        text: whose passages are taken; None for random words, whose activity is no real text's.
-    """
+    """Prompts of a given number of tokens, another for every request: an engine may keep what it has read before. They
+    are passages of `text`, or without one random words of the vocabulary, whose activity is no real text's."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", text: str | None = None) -> None:
         self.tokenizer, self.from_text = tokenizer, text is not None
@@ -129,10 +109,7 @@ class Prompts:
 
 
 def check_load(load: Load, context: int | None) -> None:
-    """
-    Raises:
-        ValueError: it takes more tokens than the model, or its server, does.
-    """
+    """Refuse, by a ValueError, a load that takes more tokens than the model, or its server, does."""
     if context and load.prompt_tokens + load.new_tokens > context:
         option = "--prefill-tokens" if load.measured == "prefill" else "--prompt-tokens"
         raise ValueError(
@@ -153,11 +130,8 @@ def write_texts(side: Side, prompts: Prompts, load: Load, report: Report = silen
 def compare_texts(
     texts: list[str], baseline: list[str], tokenizer: "PreTrainedTokenizerBase", dtype: str | None
 ) -> dict:
-    """How many tokens of greedy answers are those of the first server, up to each answer's first difference.
-
-    Raises:
-        ValueError: not all of them, in float32. In fewer digits two tokens may be as likely as each other.
-    """
+    """How many tokens of greedy answers are those of the first server, up to each answer's first difference. In float32
+    a ValueError where these are not all; in fewer digits two tokens may be as likely as each other."""
     total = same = 0
     for ours, theirs in zip(texts, baseline, strict=True):
         ids, others = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (ours, theirs))
@@ -180,11 +154,7 @@ def measure(
     number: int,
     report: Report = silent,
 ) -> Iterator[dict]:
-    """A row of figures for each load.
-
-    Args:
-        number: of the round.
-    """
+    """A row of figures for each load, of the round of this number."""
     for load in loads:
         where = f"{side.name}, {load.measured}, {load.concurrency} at once"
         report("warming up", where)

@@ -34,12 +34,8 @@ class Answer(NamedTuple):
 
 
 def ask_at_once(port: int, bodies: list[dict]) -> list[Answer]:
-    """What a server of this machine answers to all of these bodies of /v1/completions, sent together.
-
-    Raises:
-        aiohttp.ClientError: a connection was refused, or ended before its answer did.
-        ValueError: the server's own refusal.
-    """
+    """What a server of this machine answers to all of these bodies of /v1/completions, sent together. A ValueError is
+    its own refusal, an aiohttp.ClientError a connection that was refused, or ended before its answer did."""
     return [read_answer(*exchange) for exchange in asyncio.run(_exchange_all(port, bodies))]
 
 
@@ -58,11 +54,8 @@ async def _exchange(session: aiohttp.ClientSession, body: dict) -> tuple[float, 
 
 
 def read_answer(started: float, pieces: list[tuple[float, bytes]]) -> Answer:
-    """The answer that came in these pieces; a text has the time of the piece that ends its event.
-
-    Raises:
-        ValueError: they are no answer, but a refusal or an error.
-    """
+    """The answer that came in these pieces, a ValueError where they are a refusal or an error. A text has the time of
+    the piece that ends its event."""
     texts, usage, rest = [], None, b""
     for at, data in pieces:
         *events, rest = (rest + data).split(b"\n\n")

@@ -27,21 +27,13 @@ def free_port() -> int:
 
 
 class Server:
-    """One that is ready.
-
-    Attributes:
-        model: its name in requests.
-        context: how many tokens it takes, where it says so.
-    """
+    """One that is ready; `model` is its name in requests, `context` how many tokens it takes, where it says so."""
 
     def __init__(self, name: str, process: subprocess.Popen, port: int, log: Path, tell: Callable[[str], None]) -> None:
         self.name, self.process, self.port, self.log, self.tell = name, process, port, log, tell
 
     def wait_until_ready(self, report: Report = silent) -> None:
-        """
-        Raises:
-            ValueError: it ended instead.
-        """
+        """A ValueError where it ended instead."""
         begun = time.monotonic()
         while self.get("/health") is None:
             if self.process.poll() is not None:
@@ -96,17 +88,8 @@ def serving(
     report: Report = silent,
     tell: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
 ) -> Iterator[Server]:
-    """A server that is ready, in a process group of its own, so that Ctrl-C in the terminal is not its.
-
-    Args:
-        name: of the side it computes, for people.
-        command: that serves at `port`.
-        log: gets what it prints.
-        report: of the progress. tell: is given lines that stay.
-
-    Raises:
-        ValueError: it ended before it was ready.
-    """
+    """A server that is ready, in a process group of its own, so that Ctrl-C in the terminal is not its; a ValueError
+    where it ended before. `command` serves at `port`, `log` gets what it prints, and `tell` lines that stay."""
     with log.open("wb") as output, _exit_at_sigterm():
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, process_group=0

@@ -57,11 +57,8 @@ TOKENWISE = Sharing(topic=0.25, word=0.40 / 0.75, span=256, drifts=False)  # whe
 
 
 def unions_of(active_TF: torch.Tensor, length: int | None = None) -> dict[str, float]:
-    """Share of F that is active in at least one of 16, 64 and 128 consecutive tokens: means over the whole runs.
-
-    Args:
-        length: of the sequences that active_TF holds; no run passes from one into the next. By default it is one.
-    """
+    """Share of F that is active in at least one of 16, 64 and 128 consecutive tokens: means over the whole runs, none
+    of which passes from one sequence of `length` tokens (default: all) into the next."""
     length, width = length or len(active_TF), active_TF.shape[1]
     shares, seen_SRF, size = {}, active_TF.view(-1, length, width), 1
     for run in RUNS:
@@ -74,11 +71,8 @@ def unions_of(active_TF: torch.Tensor, length: int | None = None) -> dict[str, f
 
 
 def sliding_union(active_TF: torch.Tensor, run: int) -> torch.Tensor:
-    """How many neurons are active in at least one of the `run` tokens from each one on, (T - run + 1,).
-
-    Args:
-        run: a power of two.
-    """
+    """How many neurons are active in at least one of the `run` (a power of two) tokens from each one on, (T - run +
+    1,)."""
     size = 1
     while size < run:
         active_TF = active_TF[:-size] | active_TF[size:]
@@ -87,15 +81,9 @@ def sliding_union(active_TF: torch.Tensor, run: int) -> torch.Tensor:
 
 
 def fit(unions: Mapping[str, float], gates: Callable[[Sharing], torch.Tensor], density: float) -> Sharing:
-    """The sharing whose gates have `unions` at this density, by damped Gauss-Newton steps in least squares.
-
-    Args:
-        unions: share of F by "16", "64" and "128", or by "64" alone; then word and span are those of converted models.
-        gates: makes gates (T, F) of a sharing, whose largest ones are active.
-
-    Raises:
-        ValueError: no sharing comes near.
-    """
+    """The sharing whose gates have `unions` at this density, by damped Gauss-Newton steps in least squares; a
+    ValueError where none comes near. Unions are by "16", "64" and "128", or by "64" alone; then word and span are those
+    of converted models. `gates` makes gates (T, F) of a sharing, whose largest ones are active."""
     free = 4 if len(unions) > 1 else 1
     # Logits of the two shares, logarithms of the span and of what makes neurons uneven.
     shared = torch.tensor(

@@ -145,12 +145,8 @@ def held_mib(forward: Callable, device: torch.device) -> float | None:
 
 
 def millijoules(call: Callable[[int], object], device: torch.device) -> float:
-    """Energy of one call in mJ: what NVML's counter of the whole board gains over two seconds of calls back to back.
-
-    Raises:
-        ValueError: no CUDA device, or one whose counter cannot be read.
-        ImportError: the package nvidia-ml-py is missing.
-    """
+    """Energy of one call in mJ: what NVML's counter of the whole board gains over two seconds of calls back to back. A
+    ValueError without a CUDA device whose counter can be read, an ImportError without the package nvidia-ml-py."""
     with _energy_counter(device) as consumed_mj:
         _calls_for(call, device, 0.3)  # the clocks settle
         start = consumed_mj()

@@ -58,11 +58,8 @@ def context_of(length: int, prompt_tokens: int, new_tokens: int) -> int:
 
 
 def bench_vllm(loads: Loads, *, steps_only: bool = False, report: Report = silent) -> Iterator[dict]:
-    """A row of each side for each load; dense ones first.
-
-    Raises:
-        ValueError: an engine failed; what it said stands above.
-    """
+    """A row of each side for each load, dense ones first; a ValueError where an engine failed, whose own words stand
+    above."""
     parts = [part for part in PARTS if part == "steps" or not steps_only]
     sides = []
     for side in SIDES:

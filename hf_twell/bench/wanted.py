@@ -25,14 +25,8 @@ class Wanted(NamedTuple):
 
 
 def measured_activity(path: str | Path, layers: Sequence[int] | None = None) -> list[Wanted]:
-    """Of the mean layer, or of each of `layers`.
-
-    Args:
-        path: what `hf-twell inspect` wrote with --output, a sparse checkpoint's config.json, or its folder.
-
-    Raises:
-        ValueError: another file, one without unions, or a layer that is not there.
-    """
+    """Of the mean layer, or of each of `layers`, in what `hf-twell inspect` wrote with --output, a sparse checkpoint's
+    config.json, or its folder. A ValueError of another file, one without unions, or a layer that is not there."""
     path = Path(path)
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():

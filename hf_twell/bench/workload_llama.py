@@ -186,11 +186,8 @@ def layer_statistics(model: PreTrainedModel, text: torch.Tensor, counted: slice 
 
 
 def check_layers(layers: Sequence[dict], l0: float, distinct: float) -> None:
-    """Refuse blocks whose L0 or distinct neurons in 64 tokens are over 10 % from the workload's.
-
-    Raises:
-        ValueError: naming the layer, its figure and the workload's.
-    """
+    """Refuse, by a ValueError that names the layer, blocks whose L0 or distinct neurons in 64 tokens are over 10 % from
+    the workload's."""
     for index, layer in enumerate(layers):
         for name, key, wanted in (("active neurons a token", "l0", l0), ("distinct in 64", "distinct_64", distinct)):
             if not abs(layer[key] - wanted) <= TOLERANCE * wanted:
@@ -202,11 +199,8 @@ def check_layers(layers: Sequence[dict], l0: float, distinct: float) -> None:
 
 
 def typical_texts(model: PreTrainedModel, batch: int, length: int, l0: float) -> tuple[torch.Tensor, dict]:
-    """Texts from anywhere in the workload whose mean L0 after the prompt is as near to `l0` as chance allows.
-
-    Raises:
-        ValueError: it is over 10 % away.
-    """
+    """Texts from anywhere in the workload whose mean L0 after the prompt is as near to `l0` as chance allows; a
+    ValueError where that is over 10 % away."""
     sizes = model.config.vocab_size, max(CANDIDATES, batch), length
     texts = make_text(*sizes, seed=3, device=model.device, starts_of_sequences=False)
     each = torch.stack([s["sequence_l0"] for s in layer_statistics(model, texts, slice(PROMPT_TOKENS, None))]).mean(0)

@@ -133,11 +133,8 @@ Site = FfnSite | ExpertsSite
 
 
 def find_ffns(model: nn.Module) -> list[Site]:
-    """The feed-forward blocks of the model's text decoder, in layer order; a layer may have experts and a dense one.
-
-    Raises:
-        ValueError: naming the module and its class, where a layer has no block that can be made sparse.
-    """
+    """The feed-forward blocks of the model's text decoder, in layer order; a layer may have experts and a dense one. A
+    ValueError names the module of a layer that has no block which can be made sparse."""
     if not isinstance(model, nn.Module) or not isinstance(getattr(model, "config", None), PreTrainedConfig):
         raise ValueError(
             f"{type(model).__name__} is no Transformers model; load one with from_pretrained. {SUPPORTED}."
@@ -163,11 +160,7 @@ def find_ffns(model: nn.Module) -> list[Site]:
 
 
 def dense_ffns(model: nn.Module, what: str) -> list[FfnSite]:
-    """`find_ffns` for `what` reads blocks' linears.
-
-    Raises:
-        ValueError: as `find_ffns`, or a mixture of experts.
-    """
+    """`find_ffns` for `what` reads blocks' linears, which also refuses a mixture of experts."""
     sites = find_ffns(model)
     for site in sites:
         if isinstance(site, ExpertsSite):
@@ -184,11 +177,8 @@ def layers_of(sites: Iterable[Site]) -> int:
 
 
 def activation_keys(config: PreTrainedConfig) -> tuple[PreTrainedConfig, list[str]]:
-    """The part of a model's config that holds its blocks' activation (a composite model's is nested), and its keys.
-
-    Raises:
-        ValueError: it holds none.
-    """
+    """The part of a model's config that holds its blocks' activation (a composite model's is nested), and its keys; a
+    ValueError where there are none."""
     config = config.get_text_config()
     keys = [key for key in _keys(config) if isinstance(getattr(config, key, None), str)]
     if not keys:
@@ -256,11 +246,8 @@ def input_name(cls: type[nn.Module]) -> str:
 
 
 def only_input(ffn: nn.Module, x: torch.Tensor | None, named: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The hidden states of a sparse block's call that gave them by their name in the stock block.
-
-    Raises:
-        TypeError: a call that the stock block does not take either.
-    """
+    """The hidden states of a sparse block's call that gave them by their name in the stock block; a TypeError of a call
+    that the stock block does not take either."""
     if x is not None or named.keys() != {ffn.twell_input}:
         raise TypeError(f"{type(ffn).__name__} takes hidden states, {ffn.twell_input}, and nothing else")
     return named[ffn.twell_input]

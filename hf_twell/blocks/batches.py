@@ -71,11 +71,8 @@ def runs_of(batch: Mapping, share: int) -> Runs:
 
 
 def check_one_stream(model: torch.nn.Module) -> None:
-    """Refuse an encoder-decoder, whose batches' `input_ids` and `attention_mask` are the encoder's.
-
-    Raises:
-        ValueError: naming the model.
-    """
+    """Refuse, by a ValueError, an encoder-decoder, whose batches' `input_ids` and `attention_mask` are the
+    encoder's."""
     # DistributedDataParallel, in which the model may come, has no config.
     config = next((module.config for module in model.modules() if hasattr(module, "config")), None)
     if getattr(config, "is_encoder_decoder", False):

@@ -216,13 +216,9 @@ def _linears(form: "FfnForm", width: int, hidden: int) -> tuple[tuple[str | None
 
 
 def settle(ffn: "SparseFfn", x: torch.Tensor, operands: Operands, reports: bool) -> tuple[CallKey, Way | None]:
-    """Bring down_proj's memory into the order that a call wants, and choose its way.
-
-    None: the operator samples each call that trains on a CPU, and says where no kernels train.
-
-    Args:
-        reports: whether backward is to count what is active, though nothing else be learned.
-    """
+    """Bring down_proj's memory into the order that a call wants, and choose its way. None: the operator samples each
+    call that trains on a CPU, and says where no kernels train. `reports`: backward is to count what is active, though
+    nothing else be learned."""
     key = _key(ffn, x, operands, reports)
     no_choice = key.training and (key.device == "cpu" or training_problem(key) is not None)
     activity = UNKNOWN if no_choice else _activity(ffn, x, operands, key)
@@ -253,13 +249,9 @@ def takes_kernels(ffn: "SparseFfn", x: torch.Tensor) -> bool:
 def store_density(
     ffns: Iterable[nn.Module], density: Sequence[float] | None, unions: Mapping[str, Sequence[float]] | None = None
 ) -> None:
-    """Tell sparse blocks the activity of every block of their model, which a compiled graph cannot sample.
-
-    A trace takes what `choices_by_tokens` makes of it for constants. None: it is not known (any more).
-
-    Args:
-        unions: of every block, the share of neurons active in at least one of "64" and "128" neighbouring tokens.
-    """
+    """Tell sparse blocks the activity of every block of their model, which a compiled graph cannot sample: the density,
+    and the `unions` of "64" and "128" neighbouring tokens. None: it is not known (any more). A trace takes what
+    `choices_by_tokens` makes of it for constants."""
     unknown = [None] * len(density or ())
     of_64, of_128 = ((unions or {}).get(run, unknown) for run in ("64", "128"))
     known = dict(enumerate(zip(density or (), of_64, of_128, strict=True)))

@@ -249,11 +249,8 @@ def _measure(args, rows: list[dict]) -> None:
 
 
 def _check_folder(output: Path, figure: Path) -> None:
-    """Refuse, before anything is measured, a folder whose rows and figure are none of `hf-twell bench`.
-
-    Raises:
-        ValueError: naming the file.
-    """
+    """Refuse, by a ValueError before anything is measured, a folder whose rows and figure are none of `hf-twell
+    bench`."""
     from hf_twell.files.rows import read_rows
 
     if output.exists() and output.stat().st_size:
@@ -288,11 +285,7 @@ def _prepare(args):
 
 
 def _check_sizes(args) -> None:
-    """Refuse what neither the workload nor a Llama can be made of.
-
-    Raises:
-        ValueError: naming the option.
-    """
+    """Refuse, by a ValueError that names the option, what neither the workload nor a Llama can be made of."""
     if getattr(args, "text", None):
         raise ValueError("--text goes with a MODEL; random models make their own")
     shaped = args.what == "ffn" and args.shape
@@ -319,11 +312,8 @@ def _check_sizes(args) -> None:
 
 
 def _check_experts(args) -> int:
-    """How many experts a token goes through, 1 of a dense block.
-
-    Raises:
-        ValueError: naming an option that does not go with experts.
-    """
+    """How many experts a token goes through, 1 of a dense block; a ValueError that names an option which does not go
+    with experts."""
     if args.experts is None:
         if args.top_k is not None:
             raise ValueError("--top-k is of routed experts; give --experts, too")

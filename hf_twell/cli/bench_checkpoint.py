@@ -25,11 +25,7 @@ def default_of(what: str, default: object, of_model: object) -> str:
 
 
 def check_options(args: argparse.Namespace) -> None:
-    """Refuse what goes with random models alone, and a model without text.
-
-    Raises:
-        ValueError: naming the option.
-    """
+    """Refuse, by a ValueError that names the option, what goes with random models alone, and a model without text."""
     for name in RANDOM_ONLY:
         if getattr(args, name) != args.parser.get_default(name):
             raise ValueError(f"--{name.replace('_', '-')} is for random models; leave it out for {args.model}")

@@ -20,10 +20,7 @@ SIDES = ("dense", "sparse")  # the baseline first: the sparse server's answers a
 
 
 def add_serve_options(parser: argparse.ArgumentParser, count: Callable[[str], int]) -> None:
-    """
-    Args:
-        count: the type of options that are whole numbers.
-    """
+    """`count` is the type of options that are whole numbers."""
     parser.add_argument("model", metavar="MODEL", help="a sparse model's folder or Hub name")
     parser.add_argument(
         "--engine",
@@ -61,11 +58,7 @@ def add_serve_options(parser: argparse.ArgumentParser, count: Callable[[str], in
 
 
 def prepare_serve(args: argparse.Namespace) -> tuple[Callable, dict]:
-    """`serve_rows` and what it takes, after what needs no server has been checked.
-
-    Raises:
-        ValueError, OSError, ImportError: in one line.
-    """
+    """`serve_rows` and what it takes, after what needs no server has been checked; errors are of one line."""
     from hf_twell.files.configs import read_config
     from hf_twell.serving import vllm_engine
 
@@ -93,11 +86,7 @@ def serve_rows(args: argparse.Namespace, common: dict) -> tuple[Iterator[dict], 
 
 
 def prompts_of(args: argparse.Namespace) -> "Prompts":
-    """Passages of --text, or random words.
-
-    Raises:
-        ValueError, OSError: files that hold no plain text.
-    """
+    """Passages of --text, or random words; a ValueError or OSError of files that hold no plain text."""
     from hf_twell.bench.serve import Prompts
     from hf_twell.files.text import read_documents
     from hf_twell.models.loading import load_tokenizer
@@ -107,11 +96,7 @@ def prompts_of(args: argparse.Namespace) -> "Prompts":
 
 
 def _loads(args, engine: str, context: int | None) -> list:
-    """What is sent to each server.
-
-    Raises:
-        ValueError: more tokens than the context has.
-    """
+    """What is sent to each server; a ValueError where that is more tokens than the context has."""
     from hf_twell.bench.serve import Load, check_load
 
     counts = args.concurrency or CONCURRENCY[engine]

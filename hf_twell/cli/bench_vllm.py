@@ -18,10 +18,7 @@ BATCHES = [1, 16, 64, 128]
 
 
 def add_vllm_options(parser: argparse.ArgumentParser, count: Callable[[str], int]) -> None:
-    """
-    Args:
-        count: the type of options that are whole numbers.
-    """
+    """`count` is the type of options that are whole numbers."""
     parser.add_argument("--weights", choices=("int8", "fp8"), help="of the random model's linears (default: bfloat16)")
     parser.add_argument("--prefill", type=int, default=8, help="whole prompts at once; 0: none (default: 8)")
     parser.add_argument("--length", type=count, default=2048, help="tokens of a whole prompt (default: 2048)")
@@ -33,11 +30,7 @@ def add_vllm_options(parser: argparse.ArgumentParser, count: Callable[[str], int
 
 
 def prepare_vllm(args: argparse.Namespace, check_sizes: Callable) -> tuple[Callable, dict]:
-    """`vllm_rows` and what it takes, after what needs no engine has been checked.
-
-    Raises:
-        ValueError: in one line.
-    """
+    """`vllm_rows` and what it takes, after what needs no engine has been checked; errors are of one line."""
     import torch
 
     from hf_twell.bench.vllm_steps import context_of

@@ -71,11 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Evaluate, then print a table or JSON.
-
-    Raises:
-        ValueError, OSError: in one line, what was given and what is wrong with it.
-    """
+    """Evaluate, then print a table or JSON; errors say in one line what was given and what is wrong with it."""
     check_output("--output", args.output, [args.model, args.data_dir, *args.text])
     tasks = args.tasks and [name for item in args.tasks for name in item.split(",") if name]
     with stdout_for_result():

@@ -58,11 +58,7 @@ def _is_read(path: Path, item: Path) -> bool:
 
 @contextlib.contextmanager
 def writing(path: str | Path) -> Iterator[None]:
-    """Name the file that a full disk does not take: the system's own message does not.
-
-    Raises:
-        OSError: in one line.
-    """
+    """Name the file that a full disk does not take, in an OSError of one line: the system's own message does not."""
     try:
         yield
     except OSError as error:
@@ -74,12 +70,8 @@ def print_json(result: dict) -> None:
 
 
 def write_json(result: dict, path: str | Path) -> None:
-    """The JSON in a file.
-
-    Raises:
-        OSError: a full disk does not take it; in one line.
-        ValueError: NaN or infinite figures, which JSON has no form for.
-    """
+    """The JSON in a file; an OSError of one line where a full disk does not take it, a ValueError of NaN and infinite
+    figures."""
     with writing(path):
         Path(path).write_text(json.dumps(result, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 

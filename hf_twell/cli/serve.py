@@ -49,11 +49,7 @@ def _port(text: str) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until Ctrl-C.
-
-    Raises:
-        ValueError, OSError, ImportError: in one line, what was given and what is wrong with it.
-    """
+    """Serve until Ctrl-C; errors say in one line what was given and what is wrong with it."""
     from hf_twell.serving import vllm_engine
 
     asked = "transformers" if args.engine == "auto" and _for_transformers(args) else args.engine

@@ -19,15 +19,9 @@ from hf_twell.ops import experts, reference
 
 
 def check_convertible(model: nn.Module, sites: Sequence[Site]) -> bool:
-    """Refuse a model whose blocks hold something that cannot be converted exactly.
-
-    Returns:
-        Whether it needs a `model_type` of our own; see `needs_own_type`.
-
-    Raises:
-        ValueError: quantized or meta-device weights, a replaced forward, a block that computes something else, or what
-            `needs_own_type` refuses.
-    """
+    """Refuse, by a ValueError, a model whose blocks hold something that cannot be converted exactly: quantized or
+    meta-device weights, a replaced forward, another formula, or what `needs_own_type` refuses, whose answer it
+    returns."""
     blocks = [block for site in sites for block in site.blocks()]
     for site in blocks:
         where = f"{site.name} ({type(site.module).__name__})"

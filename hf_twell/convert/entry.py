@@ -27,12 +27,8 @@ def new_entry(config: PreTrainedConfig, layers: list[int] | None, blocks: int) -
 
 
 def check_entry(config: PreTrainedConfig) -> dict | None:
-    """The config's `twell` entry, or None.
-
-    Raises:
-        ValueError: an entry that is none of ours, of a newer version, of an unfinished conversion, or beside another
-            activation than ReLU.
-    """
+    """The config's `twell` entry, or None. A ValueError of one that is none of ours, of a newer version, of an
+    unfinished conversion, or beside another activation than ReLU."""
     entry = getattr(config, "twell", None)
     if entry is None:
         return None
@@ -83,15 +79,10 @@ def record_density(
     density: Sequence[float] | None,
     unions: Mapping[str, Sequence[float]] | None = None,
 ) -> None:
-    """Keep each layer's measured density in a sparse model's config; None: it is not known (any more).
-
-    An engine that must choose between kernels and matmuls before it sees a token reads it there, and the model's sparse
-    blocks, `ffns`, go by it where they are compiled. A config without an entry gets none.
-
-    Args:
-        unions: beside the density, each layer's share of neurons that are active in at least one of so many
-            neighbouring tokens, by their number: {"16": ..., "64": ..., "128": ...}, or those that were measured.
-    """
+    """Keep each layer's measured density in a sparse model's config, and beside it the unions of so many neighbouring
+    tokens, {"16": ..., "64": ..., "128": ...}; None: it is not known (any more). An engine that must choose between
+    kernels and matmuls before it sees a token reads it there, and the model's sparse blocks, `ffns`, go by it where
+    they are compiled. A config without an entry gets none."""
     entry = getattr(config, "twell", None)
     if config is None or not isinstance(entry, dict):
         return

@@ -138,11 +138,8 @@ def unpatch(model: nn.Module) -> nn.Module:
 
 
 def chosen_layers(config: PreTrainedConfig, layers: Iterable[int] | None, count: int) -> list[int]:
-    """Indices, from 0 and rising, of the layers that `sparsify` was asked for in a model of `count` layers.
-
-    Raises:
-        ValueError: indices that the model does not have, or none.
-    """
+    """Indices, from 0 and rising, of the layers that `sparsify` was asked for in a model of `count` layers; a
+    ValueError of indices that it does not have, or of none."""
     source = ";"
     if layers is None:
         layers = (check_entry(config) or {}).get("layers")

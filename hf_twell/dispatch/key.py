@@ -49,11 +49,8 @@ class CallKey(NamedTuple):
 
 
 def key_of(x: torch.Tensor, w_up: torch.Tensor, w_down: torch.Tensor, **known: Any) -> CallKey:
-    """The key of a call with this x (..., D) and these weights, (F, D) and (D, F).
-
-    Args:
-        known: members of the key that its tensors do not tell: training, quantize_x, asked, rival.
-    """
+    """The key of a call with this x (..., D) and these weights, (F, D) and (D, F). `known` are the members that these
+    do not tell: training, quantize_x, asked, rival."""
     (width, hidden), compiled, dtype = w_up.shape, torch.compiler.is_compiling(), dtype_of(x)
     # On a GPU the operator is faster all the same, by fewer launches; a compiled graph casts as it computes.
     autocast = x.device.type == "cpu" and not compiled and torch.is_autocast_enabled("cpu")

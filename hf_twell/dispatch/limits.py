@@ -17,11 +17,7 @@ def limit(name: str) -> Any:
 
 @functools.cache
 def read() -> dict[str, int | float | tuple[tuple[float, ...], ...]]:
-    """All constants and tables by their names in the header.
-
-    Raises:
-        FileNotFoundError: the header is not there.
-    """
+    """All constants and tables by their names in the header."""
     folder = carried_folder("kernels", holds="build.toml")
     header = (folder / "shared" / "twell_limits.h").read_text(encoding="utf-8")
     constants = re.findall(r"^constexpr \w+ (\w+) = (\d[\d. <]*);", header, re.MULTILINE)

@@ -102,12 +102,7 @@ def filter_program(machine: str) -> bytes:
 
 
 def confine(memory: int, seconds: int) -> None:
-    """Bound this process for good.
-
-    Args:
-        memory: address space in bytes.
-        seconds: of processor time.
-    """
+    """Bound this process for good, to so many bytes of address space and seconds of processor time."""
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))  # by a signal, then for good
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))

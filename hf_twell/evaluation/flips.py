@@ -56,11 +56,7 @@ def answer_flips(
 
 
 def check_choices(tasks: Mapping) -> None:
-    """Refuse lm-eval's tasks, by name, whose answers are no choices.
-
-    Raises:
-        ValueError: naming one.
-    """
+    """Refuse, by a ValueError that names one, lm-eval's tasks whose answers are no choices."""
     for name, task in tasks.items():
         if task.OUTPUT_TYPE != "multiple_choice":
             raise ValueError(
@@ -69,11 +65,7 @@ def check_choices(tasks: Mapping) -> None:
 
 
 def answers(samples: Sequence[Mapping]) -> list[int]:
-    """The chosen option of each row.
-
-    Raises:
-        ValueError: rows without two or more scored choices.
-    """
+    """The chosen option of each row; a ValueError of rows without two or more scored choices."""
     chosen = []
     for sample in samples:
         scores = [response[0] for response in sample["responses"]]

@@ -30,31 +30,17 @@ def run_programs(
     wall_seconds: float = WALL_SECONDS,
     memory_bytes: int = MEMORY_BYTES,
 ) -> list[str]:
-    """How each Python program ends, run as many at a time as there are processors.
-
-    Args:
-        programs: sources, which read no standard input.
-        cpu_seconds, wall_seconds: time of each.
-        memory_bytes: address space of each, the interpreter's own included.
-
-    Returns:
-        "passed" where a program came to its end, the name of the exception that ended it, "time" or "died" (it left by
-        `os._exit`, or crashed).
-
-    Raises:
-        OSError: programs cannot be confined on this machine.
-    """
+    """How each Python program, which reads no standard input, ends, run as many at a time as there are processors:
+    "passed" where it came to its end, the name of the exception that ended it, "time" or "died" (it left by `os._exit`,
+    or crashed). Time and address space, the interpreter's own included, are of each. An OSError where programs cannot
+    be confined."""
     run = functools.partial(_run, cpu_seconds=cpu_seconds, wall_seconds=wall_seconds, memory_bytes=memory_bytes)
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         return list(pool.map(run, programs))
 
 
 def check_sandbox() -> None:
-    """Refuse a machine that cannot confine programs.
-
-    Raises:
-        ValueError: saying why.
-    """
+    """Refuse, by a ValueError that says why, a machine that cannot confine programs."""
     how: str | OSError
     try:
         how = _run("") if sys.platform == "linux" else f"{sys.platform} is not Linux"

@@ -44,15 +44,10 @@ DEFAULT_TASKS = ("arc_easy", "arc_challenge", "hellaswag")
 def load_tasks(
     tasks: Sequence[str], data_dir: str | Path | None = None, split: str | None = None, num_fewshot: int | None = None
 ) -> tuple[dict, dict]:
-    """lm-eval's tasks as `TaskManager.load` returns them, and the local file behind each task (with `data_dir`).
-
-    Each is set to `num_fewshot` examples, or by default to as many as its definition says.
-
-    Raises:
-        ValueError: unknown task or split, a task without local files, unusable rows, examples that could only be drawn
-            from the rows that are scored or that the task takes none of, or lm-eval is not installed.
-        OSError: a local file is missing, or a data set cannot be fetched.
-    """
+    """lm-eval's tasks as `TaskManager.load` returns them, and the local file behind each task (with `data_dir`). Each
+    is set to `num_fewshot` examples, or by default to as many as its definition says. A ValueError of what is unknown
+    or unusable, or of examples that could only be drawn from the rows that are scored or that the task takes none of;
+    an OSError where a local file is missing, or a data set cannot be fetched."""
     try:
         import lm_eval.tasks
     except ImportError as error:

@@ -4,14 +4,8 @@ from pathlib import Path
 
 
 def carried_folder(name: str, holds: str) -> Path:
-    """The folder of this name: kernels, say.
-
-    Args:
-        holds: a file that lies in it, in the installed package or else in the checkout.
-
-    Raises:
-        FileNotFoundError: it is in neither.
-    """
+    """The folder of this name, kernels say, of the installed package or else of the checkout, whichever `holds` this
+    file; a FileNotFoundError where neither does."""
     package = Path(__file__).resolve().parents[1]
     for folder in (package / name, package.parent / name):
         if (folder / holds).is_file():

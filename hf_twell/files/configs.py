@@ -20,11 +20,8 @@ HUB_SECONDS = 10  # to wait for the Hub's first answer
 
 
 def check_folder(path: str | Path, what: str) -> None:
-    """Refuse what can only be the path of a folder, and is none; the Hub would only speak of its rules for names.
-
-    Raises:
-        OSError: naming the path.
-    """
+    """Refuse, by an OSError, what can only be the path of a folder, and is none; the Hub would only speak of its rules
+    for names."""
     if _looks_local(str(path)) and not Path(path).is_dir():
         raise OSError(f"no folder at {path}; give {what}'s folder, or its name on the Hub")
 
@@ -39,12 +36,7 @@ def check_hub(
     **hub: Any,
 ) -> None:
     """Ask the Hub once for what is no folder: Transformers asks six times, half a minute, where it cannot be reached.
-
-    What the Hub itself answers, and names that are in its cache, are left to Transformers.
-
-    Raises:
-        OSError: no answer.
-    """
+    An OSError without an answer; what the Hub itself answers, and names in its cache, are left to Transformers."""
     if Path(path).is_dir() or local_files_only or constants.HF_HUB_OFFLINE:
         return
     try:
@@ -109,12 +101,9 @@ def read_config(path: str | Path, **hub: Any) -> dict:
 
 @contextmanager
 def saying_quantized(path: str | Path, config: dict) -> Iterator[None]:
-    """Where a checkpoint with this config.json does not load, and is quantized, that is the reason to tell.
-
-    Raises:
-        ValueError: in place of what other checks, or a missing package, say of such weights.
-        ImportError: torchao is missing, which reads what `hf-twell quantize` writes.
-    """
+    """Where a checkpoint with this config.json does not load, and is quantized, that is the reason to tell: by a
+    ValueError in place of what other checks say of such weights, or an ImportError where torchao is missing, which
+    reads what `hf-twell quantize` writes."""
     quantization = config.get("quantization_config")
     method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
     if method == "torchao" and importlib.util.find_spec("torchao") is None:
@@ -132,22 +121,16 @@ def saying_quantized(path: str | Path, config: dict) -> Iterator[None]:
 
 
 def check_generation_config(path: str | Path, **hub: Any) -> None:
-    """Read generation_config.json as Transformers will, which passes over one that is absent or no JSON.
-
-    Raises:
-        ValueError: what it holds makes no generation config.
-    """
+    """Read generation_config.json as Transformers will, which passes over one that is absent or no JSON; a ValueError
+    where what it holds makes no generation config."""
     with one_line_errors(f"{path}: its generation_config.json cannot be used"), suppress(OSError):
         GenerationConfig.from_pretrained(path, **hub)
 
 
 @contextmanager
 def one_line_errors(claim: str) -> Iterator[None]:
-    """One line for whatever other libraries raise on files that a stranger wrote.
-
-    Raises:
-        ValueError: saying `claim` and the reason, in place of errors of kinds that no caller would expect.
-    """
+    """A ValueError of one line, `claim` and the reason, for whatever other libraries raise on files that a stranger
+    wrote."""
     try:
         yield
     except (ValueError, OSError, ImportError, torch.OutOfMemoryError):

@@ -78,11 +78,8 @@ def check_target(path: str | Path, *, overwrite: bool = False, inputs: Iterable[
 
 @contextmanager
 def whole_folder(path: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """A temporary folder beside `path` that takes its name if the body ends well, and is removed if it does not.
-
-    Raises:
-        ValueError: as `check_target`; after the body the error names the folder in which its result is kept.
-    """
+    """A temporary folder beside `path` that takes its name if the body ends well, and is removed if it does not. A
+    ValueError as of `check_target`; after the body it names the folder in which its result is kept."""
     path = check_target(path, overwrite=overwrite)
     clear_dead_savings(path)
     aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
@@ -132,11 +129,8 @@ def clear_dead_savings(path: str | Path) -> None:
 
 
 def _lock(folder: Path, locks: ExitStack, *, wait: bool = True) -> None:
-    """Lock a folder, which keeps the lock under another name too, until `locks` is closed or the process ends.
-
-    Raises:
-        OSError: without `wait`, another process has the lock; or the file system has none.
-    """
+    """Lock a folder, which keeps the lock under another name too, until `locks` is closed or the process ends. Without
+    `wait`, an OSError where another process has the lock, or the file system has none."""
     descriptor = os.open(folder, os.O_RDONLY)
     locks.callback(os.close, descriptor)
     try:
@@ -185,11 +179,8 @@ def save_model(
 
 
 def training_record(path: str | Path) -> dict[str, dict | None]:
-    """What a model's folder says of its training: "method" and "measured", as `save_model` takes them; None: nothing.
-
-    Raises:
-        ValueError: one of its files holds no JSON object.
-    """
+    """What a model's folder says of its training: "method" and "measured", as `save_model` takes them; None: nothing. A
+    ValueError where one of its files holds no JSON object."""
     record = {}
     for key, name in (("method", STATE_NAME), ("measured", MEASURED_NAME)):
         file = Path(path, name)
@@ -206,11 +197,7 @@ def training_record(path: str | Path) -> dict[str, dict | None]:
 
 @contextmanager
 def full_disks_as_os_errors(path: str | Path) -> Iterator[None]:
-    """What safetensors and `torch.save` raise where they cannot write is no OSError.
-
-    Raises:
-        OSError: in one line, in place of those.
-    """
+    """An OSError of one line for what safetensors and `torch.save` raise where they cannot write."""
     try:
         yield
     except (SafetensorError, RuntimeError) as error:

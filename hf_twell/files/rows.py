@@ -25,14 +25,9 @@ class Row(NamedTuple):
 
 
 def read_rows(path: str | Path) -> Iterator[Row]:
-    """The rows of a file: JSON lines (also packed, .jsonl.xz), one JSON list, or Parquet (.parquet).
-
-    Of a Parquet file only the columns "text" and "messages" are read, where it has one of them.
-
-    Raises:
-        ValueError: naming the file, the row and what is wrong: it cannot be read, or the file holds none.
-        OSError: the file cannot be opened.
-    """
+    """The rows of a file: JSON lines (also packed, .jsonl.xz), one JSON list, or Parquet (.parquet), of which only the
+    columns "text" and "messages" are read, where it has one of them. A ValueError names the file, the row and what is
+    wrong: it cannot be read, or the file holds none."""
     path = Path(path)
     count = 0
     for row in _parquet_rows(path) if path.suffix == ".parquet" else _json_rows(path):

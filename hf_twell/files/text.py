@@ -12,12 +12,8 @@ END_OF_TEXT_LINE = re.compile(rf"^{re.escape(END_OF_TEXT)}[ \t]*(?:\n|\Z)", re.M
 
 
 def read_text(path: str | Path) -> str:
-    """The text of a UTF-8 file, its lines ended by "\\n" as `open` gives them; `.xz` is unpacked.
-
-    Raises:
-        ValueError: the file is empty, no UTF-8 text, or a damaged `.xz`.
-        OSError: the file cannot be read.
-    """
+    """The text of a UTF-8 file, its lines ended by newlines alone as `open` gives them; `.xz` is unpacked. A ValueError
+    where it is empty, no UTF-8 text, or a damaged `.xz`."""
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"no text file at {path}; give the path of one (.txt, .xz)")
@@ -36,11 +32,7 @@ def read_text(path: str | Path) -> str:
 
 
 def check_file(path: Path) -> None:
-    """Refuse what is not a file of text or rows that can be read.
-
-    Raises:
-        ValueError: a missing file, or an unknown kind of file.
-    """
+    """Refuse, by a ValueError, what is not a file of text or rows that can be read."""
     if not path.is_file():
         raise ValueError(f"no text file at {path}; give the path of one ({', '.join(KINDS)})")
     if not path.name.endswith(KINDS):
@@ -48,11 +40,7 @@ def check_file(path: Path) -> None:
 
 
 def check_plain(path: str | Path) -> None:
-    """Refuse files of rows, whose braces and keys would be read as text.
-
-    Raises:
-        ValueError: the name ends in .jsonl, .json or .parquet.
-    """
+    """Refuse, by a ValueError, files of rows by their names: their braces and keys would be read as text."""
     if _ROWS.search(Path(path).name):
         raise ValueError(f"{path} holds rows, and only plain text is read here; write their text to a .txt file")
 

@@ -68,11 +68,7 @@ def weight_files(path: str | Path, variant: str | None = None, **hub: Any) -> li
 
 
 def tensor_shapes(files: list[Path]) -> dict[str, Shape]:
-    """Name and shape of every tensor, from the files' headers alone.
-
-    Raises:
-        ValueError: a file that is no whole safetensors file.
-    """
+    """Name and shape of every tensor, from the files' headers alone; a ValueError of a file that is not whole."""
     shapes: dict[str, Shape] = {}
     for path in files:
         try:
@@ -84,11 +80,8 @@ def tensor_shapes(files: list[Path]) -> dict[str, Shape]:
 
 
 def check_sizes(path: str | Path, config: PreTrainedConfig, shapes: dict[str, Shape]) -> None:
-    """Compare a config with the tensors, before a model of the config's size is built.
-
-    Raises:
-        ValueError: another number of layers, or embeddings or feed-forward weights of other sizes.
-    """
+    """Refuse, by a ValueError and before a model of the config's size is built, weights of another number of layers, or
+    embeddings or feed-forward weights of other sizes."""
     config = config.get_text_config()
     shapes = {name: shape for name, shape in shapes.items() if not OTHER_SENSES.search(name)}
     blocks = [re.search(r"(?:^|\.)layers\.(\d+)\.", name) for name in shapes]
@@ -114,33 +107,24 @@ def check_sizes(path: str | Path, config: PreTrainedConfig, shapes: dict[str, Sh
 
 
 def check_shapes(path: str | Path, model: nn.Module, shapes: dict[str, Shape]) -> None:
-    """Compare the tensors with those of a model, which may be on the meta device.
-
-    Raises:
-        ValueError: naming the first tensor of another shape.
-    """
+    """Refuse, by a ValueError that names the first, tensors of other shapes than a model's, which may be on the meta
+    device."""
     for name, tensor in model.state_dict().items():
         if name in shapes and shapes[name] != tuple(tensor.shape):
             raise ValueError(f"{path}: {name} has shape {shapes[name]}, but config.json makes it {tuple(tensor.shape)}")
 
 
 def check_complete(path: str | Path, missing: Collection[str]) -> None:
-    """Refuse a model some of whose tensors were in no file: Transformers leaves them at random.
-
-    Raises:
-        ValueError: naming the first of the `missing_keys` that `from_pretrained` reported.
-    """
+    """Refuse, by a ValueError, a model some of whose tensors were in no file, the `missing_keys` that `from_pretrained`
+    reported: Transformers leaves them at random."""
     if missing:
         raise ValueError(f"{path} lacks {min(missing)} ({len(missing)} tensors are missing); fetch the whole of it")
 
 
 @torch.no_grad()
 def check_finite(path: str | Path, named_weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Refuse weights that are NaN or infinite: every output would be NaN, and every measured density a lie.
-
-    Raises:
-        ValueError: naming the first such tensor.
-    """
+    """Refuse, by a ValueError that names the first, weights that are NaN or infinite: every output would be NaN, and
+    every measured density a lie."""
     for name, weight in named_weights:
         if weight.is_meta or not weight.is_floating_point() or not is_plain(weight):
             continue

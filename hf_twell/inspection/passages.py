@@ -58,17 +58,9 @@ def read_pieces(
 def windows(
     tokenizer: PreTrainedTokenizerBase, files: Iterable[str | Path], length: int, **options: Any
 ) -> Iterator[list[int]]:
-    """Windows of at most `length` token ids that hold every token of the files once.
-
-    A document is tokenized without special tokens and cut into full windows and a last one; if the tokenizer itself
-    starts a text with BOS, each window does.
-
-    Args:
-        options: for `read_pieces`.
-
-    Raises:
-        ValueError: windows of BOS alone.
-    """
+    """Windows of at most `length` token ids that hold every token of the files, read by `read_pieces` with `options`,
+    once. A document is tokenized without special tokens and cut into full windows and a last one; if the tokenizer
+    itself starts a text with BOS, each window does. A ValueError of windows of BOS alone."""
     added = tokenizer("")["input_ids"]
     start = added[:1] if added and added[0] == tokenizer.bos_token_id else []
     step = length - len(start)

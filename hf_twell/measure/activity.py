@@ -16,13 +16,9 @@ _LANE_BYTES = 1024  # neurons are padded to this, so that sums of 128 words of 8
 
 
 class LayerActivity:
-    """Counts for one block. Shapes: h (B, S, F), the input of the down projection; valid (B, S) bool, or None for all.
-
-    Args:
-        intermediate_size: F.
-        device: where h is, and where the counts are kept.
-        sample_every: every so many-th position, the strongest neurons' shares of |h| are looked at.
-    """
+    """Counts for one block of F neurons, on the device where h is. Shapes: h (B, S, F), the input of the down
+    projection; valid (B, S) bool, or None for all. Every `sample_every`-th position, the strongest neurons' shares of
+    |h| are looked at."""
 
     def __init__(
         self, intermediate_size: int, device: torch.device | str = "cpu", sample_every: int = SAMPLE_EVERY

@@ -19,11 +19,8 @@ def input_device(model: torch.nn.Module) -> torch.device:
 
 
 def model_context(model: PreTrainedModel, context: int | None = None) -> int:
-    """The window length in tokens: `context`, or by default the model's own, at most 2,048.
-
-    Raises:
-        ValueError: `context` is not between 1 and the model's own context.
-    """
+    """The window length in tokens: `context`, or by default the model's own, at most 2,048; a ValueError where
+    `context` is not between 1 and the model's own."""
     limit = context_limit(model)
     if context is None:
         return min(limit or MAX_DEFAULT_CONTEXT, MAX_DEFAULT_CONTEXT)
@@ -62,11 +59,7 @@ def blocks_on_kernels(model: PreTrainedModel, ids: torch.Tensor) -> int:
 
 
 def check_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids: torch.Tensor) -> None:
-    """Refuse tokens that the model has no embedding for.
-
-    Raises:
-        ValueError: the tokenizer is another model's.
-    """
+    """Refuse, by a ValueError, tokens that the model has no embedding for, as another model's tokenizer makes them."""
     known = model.get_input_embeddings().num_embeddings
     if ids.numel() and int(ids.max()) >= known:
         raise ValueError(

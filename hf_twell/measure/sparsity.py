@@ -155,11 +155,8 @@ class ModelActivity:
     def add(
         self, index: int, h: torch.Tensor | RoutedH, shape: torch.Size, valid: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Count one block's h (..., F) in, of tokens (B, S); returns L0 and effective neurons, (B, S) each.
-
-        Raises:
-            ValueError: a part of h, as tensor parallelism leaves to one process.
-        """
+        """Count one block's h (..., F) in, of tokens (B, S); returns L0 and effective neurons, (B, S) each. A
+        ValueError of a part of h, as tensor parallelism leaves to one process."""
         site = self.sites[index]
         if isinstance(h, RoutedH):
             return self._add_routed(index, h, shape, valid)
@@ -197,11 +194,7 @@ class ModelActivity:
         return torch.cat(l0), torch.cat(effective)
 
     def report(self, tokens: int) -> dict[str, Any]:
-        """What `measure_sparsity` returns.
-
-        Raises:
-            ValueError: an h that is not finite.
-        """
+        """What `measure_sparsity` returns; a ValueError of an h that is not finite."""
         layers = [{"name": site.name, **self._layers[index].report()} for index, site in enumerate(self.sites)]
         for layer in layers:
             if not math.isfinite(layer["l1"]):  # infinite and NaN neurons would count as active

@@ -189,11 +189,8 @@ def _no_place(path, base: nn.Module, name: str) -> ValueError:
 def load_with_adapter(
     path: str | Path, *, dtype: torch.dtype | str | None = None, device: torch.device | str = "cpu"
 ) -> nn.Module:
-    """The model of a folder or Hub name; of an adapter's folder, the base that it names with the adapter on it.
-
-    Raises:
-        ValueError, OSError: as `load_causal_lm`, or `load_adapter`.
-    """
+    """The model of a folder or Hub name; of an adapter's folder, the base that it names with the adapter on it. Errors
+    are those of `load_causal_lm` and `load_adapter`."""
     if Path(path, "config.json").is_file() or not Path(path, ADAPTER_CONFIG).is_file():
         return load_causal_lm(path, dtype=dtype, device=device)
     model = load_adapter(path, dtype=dtype, device=device)
@@ -241,12 +238,8 @@ def loader_of_saved_base(config: dict) -> type:
 
 
 def read_adapter_config(path: str | Path, **hub: Any) -> dict:
-    """The content of an adapter's adapter_config.json.
-
-    Raises:
-        OSError: no folder of that path.
-        ValueError: there is none, or it holds no mapping of finite numbers and texts.
-    """
+    """The content of an adapter's adapter_config.json; an OSError without a folder of that path, a ValueError where
+    there is none, or it holds no mapping of finite numbers and texts."""
     check_folder(path, "an adapter")
     check_hub(path, **hub)
     found = _file(path, ADAPTER_CONFIG, hub)

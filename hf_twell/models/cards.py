@@ -177,11 +177,8 @@ def adapter_card(base: str | None, repo_id: str | None = None, *, loader: type =
 
 
 def read_result(path: str | Path) -> dict:
-    """A result that one of the commands wrote with --json or --output.
-
-    Raises:
-        ValueError: no file, or no JSON object.
-    """
+    """A result that one of the commands wrote with --json or --output; a ValueError where it is no file, or no JSON
+    object."""
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"no file at {path}; write one with `hf-twell inspect --output` or `hf-twell eval --output`")

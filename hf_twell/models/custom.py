@@ -254,11 +254,7 @@ def _with_options(config: PreTrainedConfig, options: dict) -> PreTrainedConfig:
 
 
 def _gguf_of(path, name: str, hub: dict) -> str:
-    """The path of a GGUF file in a folder, or from the Hub.
-
-    Raises:
-        OSError: there is none of that name.
-    """
+    """The path of a GGUF file in a folder, or from the Hub; an OSError where there is none of that name."""
     if Path(path).is_dir() and not Path(path, name).is_file():
         found = ", ".join(sorted(file.name for file in Path(path).glob("*.gguf"))) or "none"
         raise OSError(f"no file at {Path(path, name)}; GGUF files there: {found}")

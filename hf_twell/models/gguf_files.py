@@ -142,11 +142,8 @@ def load_gguf(load: Callable, file: GgufFile, *, dtype: torch.dtype | str | None
 
 
 def load_gguf_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer that a GGUF file describes.
-
-    Raises:
-        ValueError, OSError, ImportError: as `read_gguf`; or the file describes none that Transformers can build.
-    """
+    """The tokenizer that a GGUF file describes. Errors as of `read_gguf`, or a ValueError where it describes none that
+    Transformers can build."""
     file = read_gguf(path)
     if file.tokenizer is None:
         raise ValueError("the file holds none; give another tokenizer")
@@ -232,11 +229,8 @@ def _restore(file: GgufFile, config: PreTrainedConfig) -> None:
 
 
 def _restore_llama3_rope(file: GgufFile, rope_factors: torch.Tensor, config: PreTrainedConfig) -> None:
-    """Llama 3.1 and later: the file holds what each frequency is divided by, the config how that is computed.
-
-    Raises:
-        ValueError: the factors are not those of Llama 3's models.
-    """
+    """Llama 3.1 and later: the file holds what each frequency is divided by, the config how that is computed. A
+    ValueError of factors that are not those of Llama 3's models."""
     factors, theta = rope_factors.float(), config.rope_parameters["rope_theta"]
     config.rope_parameters = {
         "rope_type": "llama3",

@@ -165,12 +165,9 @@ def folder_card(
     sparsity: Mapping | None = None,
     scores: Mapping | None = None,
 ) -> str:
-    """The card of a folder's sparse model or adapter, which is checked first; a warning tells of a bare swap to ReLU.
-
-    Raises:
-        ValueError: no such model, no name of a repository, an adapter whose base is not on the Hub, damaged weights,
-            figures of another model, or figures that are none.
-    """
+    """The card of a folder's sparse model or adapter, which is checked first; a warning tells of a bare swap to ReLU. A
+    ValueError of no such model, no name of a repository, an adapter whose base is not on the Hub, damaged weights, or
+    figures of another model or that are none."""
     validate_repo_id(repo_id)
     if "/" not in repo_id:  # the Hub would put the user before it, and the card name a repository that there is not
         raise ValueError(f"{repo_id} names no user or organization; write USER/{repo_id}")

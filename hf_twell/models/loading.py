@@ -78,11 +78,8 @@ def load_model(
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder, which needs no model's config, of a GGUF file, or of a Hub name.
-
-    Raises:
-        ValueError, OSError: in one line, what was given and why it does not load.
-    """
+    """The tokenizer of a folder, which needs no model's config, of a GGUF file, or of a Hub name. A ValueError or
+    OSError says in one line what was given and why it does not load."""
     load, options = AutoTokenizer.from_pretrained, {"trust_remote_code": False}
     if is_gguf(path):
         load, options = load_gguf_tokenizer, {}
@@ -148,11 +145,8 @@ def load_causal_lm(
 
 
 def check_checkpoint(path: str | Path, **hub: Any) -> None:
-    """Compare configs and the weight files' headers with each other and with a model without weights.
-
-    Raises:
-        ValueError, OSError: as `load_causal_lm`, but for values of weights and missing tensors.
-    """
+    """Compare configs and the weight files' headers with each other and with a model without weights. Errors as of
+    `load_causal_lm`, but for values of weights and missing tensors."""
     loader = loading_class(read_config(path, **hub))
     with one_line_errors(f"{path}: its config.json makes no model"):
         config = AutoConfig.from_pretrained(path, trust_remote_code=False, **hub)

@@ -115,11 +115,7 @@ def _mend_zeros(weight) -> None:
 
 
 def _check_dynamic(path, linears) -> None:
-    """torchao asks for this as well, but by an assertion, or passes over the weight.
-
-    Raises:
-        ValueError: naming the model.
-    """
+    """torchao asks for this as well, but by an assertion, or passes over the weight; here it is a ValueError."""
     for linear in linears:
         if linear.weight.dtype != torch.bfloat16:
             raise ValueError(

@@ -121,11 +121,7 @@ def cache_dir() -> Path:
 
 
 def _check_cache(folder: Path) -> None:
-    """Without making it.
-
-    Raises:
-        BuildError: it cannot be made or written.
-    """
+    """A BuildError where it cannot be made or written; it is not made here."""
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.exists(path))
     if not (os.path.isdir(there) and os.access(there, os.W_OK | os.X_OK)):
         raise BuildError(f"the cache directory {folder} cannot be written; set HF_TWELL_CACHE to one that can")
@@ -133,12 +129,8 @@ def _check_cache(folder: Path) -> None:
 
 def stem(name: str, nvcc_version: str | None = None) -> str:
     """How the file name of a library that is compiled here begins: a hash of its sources, flags, torch and processor.
-
-    nvcc's version stands beside the hash, so that a machine without nvcc finds a library that one with it made.
-
-    Raises:
-        BuildError: no kernel sources; for "cuda" also no GPU to compile for, or no nvcc to ask for its version.
-    """
+    nvcc's version stands beside it, so that a machine without nvcc finds a library that one with it made. A BuildError
+    without kernel sources; for "cuda" also without a GPU to compile for, or an nvcc to ask for its version."""
     parts = [torch.__version__, str(torch.compiled_with_cxx11_abi()), sys.platform, platform.machine()]
     parts += [" ".join(toolchain.flags(name, file)) for file in toolchain.compiled(toolchain.sources(name))]
     end = f"-nvcc{nvcc_version or toolchain.nvcc_version()}" if name == "cuda" else ""
@@ -147,13 +139,7 @@ def stem(name: str, nvcc_version: str | None = None) -> str:
 
 def prebuilt_stem(name: str, cuda: str | None) -> str:
     """How the file name of a library that comes in a wheel begins: a hash of its sources and the ABI that it asks for.
-
-    Args:
-        cuda: the version of CUDA, for instance "13.0", whose runtime the "cuda" library loads; its first number counts.
-
-    Raises:
-        BuildError: no kernel sources.
-    """
+    Of "cuda" the first number of `cuda`, "13.0" say, whose runtime it loads, stands beside it."""
     end = f"-cuda{str(cuda).partition('.')[0]}" if name == "cuda" else ""
     return f"twell_{name}-{_digest(name, [toolchain.STABLE_ABI_TARGET])}{end}"
 
@@ -166,21 +152,13 @@ def _digest(name: str, parts: list[str]) -> str:
 
 
 def file_name(stem: str, library: Path) -> str:
-    """What a compiled library is called in the cache: its stem and the hash of its bytes.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """What a compiled library is called in the cache: its stem and the hash of its bytes."""
     with open(library, "rb") as file:
         return f"{stem}-{hashlib.file_digest(file, 'sha256').hexdigest()[:20]}.so"
 
 
 def find_library(name: str) -> Path | None:
-    """A whole library that fits this torch, these sources and this GPU, or None.
-
-    Raises:
-        BuildError: as `stem`.
-    """
+    """A whole library that fits this torch, these sources and this GPU, or None; a BuildError as `stem`."""
     return next(filter(_is_whole, _candidates(name)), None)
 
 
@@ -221,11 +199,8 @@ def _is_whole(library: Path) -> bool:
 
 
 def compile_library(name: str) -> Path:
-    """Compile a library into the cache and return its path. Processes that start together compile it once.
-
-    Raises:
-        BuildError: no compiler, a cache directory that cannot be written, or a failed compilation (with its log).
-    """
+    """Compile a library into the cache and return its path. Processes that start together compile it once. A BuildError
+    without a compiler, where the cache cannot be written, or of a failed compilation (with its log)."""
     toolchain.compiler()
     folder, start = cache_dir(), stem(name)
     try:

@@ -19,11 +19,7 @@ def check_tensors(
     token_weight: torch.Tensor | None,
     tally: torch.Tensor | None,
 ) -> None:
-    """Shapes, devices and dtypes that belong together.
-
-    Raises:
-        ValueError: naming what does not fit, and what would.
-    """
+    """Refuse, by a ValueError that says what would fit, shapes, devices and dtypes that do not belong together."""
     if w_up.ndim != 2:
         raise ValueError(f"w_up has shape {tuple(w_up.shape)}; expected (F, D), as nn.Linear stores it")
     intermediate, hidden = w_up.shape
@@ -60,11 +56,8 @@ def check_tensors(
 def check_scales_of_terms(
     l1_scale: torch.Tensor | None, count_scale: torch.Tensor | None, tally: torch.Tensor | None
 ) -> None:
-    """The factors of L1 and of the count, and no tally without one of them.
-
-    Raises:
-        ValueError: naming what was given, and what is allowed.
-    """
+    """Refuse, by a ValueError, factors of L1 and of the count that are no tensors of one element, and a tally without
+    one of them."""
     for name, scale in (("l1_scale", l1_scale), ("count_scale", count_scale)):
         if scale is not None and (not isinstance(scale, torch.Tensor) or scale.numel() != 1):
             raise ValueError(f"{name} is {scale!r}; give a tensor of one element")
@@ -75,11 +68,8 @@ def check_scales_of_terms(
 
 
 def check_quantize_x(w_up: torch.Tensor, needs_grad: bool) -> None:
-    """x is quantized for e4m3 weights alone, and has no gradient then, as torchao's has none.
-
-    Raises:
-        ValueError: naming what was given, and what to do.
-    """
+    """Refuse, by a ValueError, to quantize x for other than e4m3 weights, or where gradients are wanted: torchao's has
+    none either."""
     if w_up.dtype != torch.float8_e4m3fn:
         raise ValueError(
             f"quantize_x=True, and w_up is {w_up.dtype}; x is quantized beside float8_e4m3fn weights alone: give "
@@ -99,11 +89,8 @@ def check_scales(
     s_down: torch.Tensor | None,
     s_gate: torch.Tensor | None,
 ) -> bool:
-    """Whether the weights are int8 or float8_e4m3fn: then all of them are, with one float32 scale for each row.
-
-    Raises:
-        ValueError: naming a weight that has no such scales, or scales that belong to no such weight.
-    """
+    """Whether the weights are int8 or float8_e4m3fn: then all of them are, with one float32 scale for each row. A
+    ValueError names a weight that has no such scales, or scales that belong to no such weight."""
     given = {"up": (w_up, s_up), "down": (w_down, s_down), "gate": (w_gate, s_gate)}
     quantized = w_up.dtype in EIGHT_BIT
     for name, (weight, scale) in given.items():

@@ -27,11 +27,7 @@ class BuildError(RuntimeError):
 
 
 def kernels_dir() -> Path:
-    """The kernel sources.
-
-    Raises:
-        BuildError: they are not there.
-    """
+    """The kernel sources; a BuildError where they are not there."""
     try:
         return carried_folder("kernels", holds="build.toml")
     except FileNotFoundError as error:
@@ -60,11 +56,7 @@ def _parsed(toml: str) -> dict:
 
 
 def compiler() -> str:
-    """The C++ compiler: `$CXX`, or the first of g++, clang++ and c++.
-
-    Raises:
-        BuildError: there is none, or no ninja.
-    """
+    """The C++ compiler: `$CXX`, or the first of g++, clang++ and c++; a BuildError without one, or without ninja."""
     wanted = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++", "c++"]
     found = next(filter(None, map(shutil.which, wanted)), None)
     if found is None:
@@ -74,11 +66,7 @@ def compiler() -> str:
 
 
 def nvcc() -> str:
-    """The CUDA compiler: of `$CUDA_HOME` where that is set, else on PATH, else in /usr/local/cuda.
-
-    Raises:
-        BuildError: there is none.
-    """
+    """The CUDA compiler: of `$CUDA_HOME` where that is set, else on PATH, else in /usr/local/cuda; or a BuildError."""
     home = os.environ.get("CUDA_HOME")
     wanted = [f"{home}/bin/nvcc"] if home else ["nvcc", "/usr/local/cuda/bin/nvcc"]
     found = next(filter(None, map(shutil.which, wanted)), None)
@@ -88,11 +76,7 @@ def nvcc() -> str:
 
 
 def nvcc_version() -> str:
-    """For instance "13.0.88".
-
-    Raises:
-        BuildError: there is no nvcc, or it does not run.
-    """
+    """For instance "13.0.88"; a BuildError where there is no nvcc, or it does not run."""
     path = nvcc()
     try:
         run = subprocess.run([path, "--version"], capture_output=True, text=True, check=True)
@@ -103,12 +87,8 @@ def nvcc_version() -> str:
 
 def architectures() -> list[str]:
     """What nvcc compiles for, such as "sm_90a": `$HF_TWELL_CUDA_ARCH` (several with commas), or the visible GPUs.
-
-    "compute_90" is PTX, which the driver compiles for later GPUs.
-
-    Raises:
-        BuildError: a name that is none, no GPU, or one that is too old.
-    """
+    "compute_90" is PTX, which the driver compiles for later GPUs. A BuildError of a name that is none, without a GPU,
+    or of one that is too old."""
     wanted = os.environ.get("HF_TWELL_CUDA_ARCH")
     if wanted:
         names = sorted({name.strip() for name in wanted.split(",")})
@@ -128,11 +108,8 @@ def architectures() -> list[str]:
 
 
 def flags(name: str, source: str, machine: str = "") -> list[str]:
-    """The compiler's flags for one source of one library, on this machine or for another ("aarch64").
-
-    Raises:
-        BuildError: as `architectures`, for "cuda".
-    """
+    """The compiler's flags for one source of one library, on this machine or for another ("aarch64"). For "cuda" a
+    BuildError as `architectures`."""
     common = ["-std=c++17", "-O3", f"-DTORCH_TARGET_VERSION={STABLE_ABI_TARGET}"]
     if name != "cuda":
         own: dict = next((section for section in _sections(name) if source in section["src"]), {})
@@ -194,11 +171,7 @@ def compiled(files: list[str]) -> list[str]:
 
 
 def ninja() -> str:
-    """The path of ninja.
-
-    Raises:
-        BuildError: there is none.
-    """
+    """The path of ninja; a BuildError where there is none."""
     beside = Path(sys.executable).parent / "ninja"  # of the same environment, whether or not it is on PATH
     found = str(beside) if beside.is_file() else shutil.which("ninja")
     if found is None:

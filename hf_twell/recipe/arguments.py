@@ -24,12 +24,9 @@ _ANY_CLASS = ConfigDict(arbitrary_types_allowed=True)  # such as accelerate's Pa
 
 
 def training_arguments(recipe: Recipe) -> TrainingArguments:
-    """Trainer's arguments as the recipe's `training` gives them.
-
-    Raises:
-        ValueError: arguments that TrainingArguments does not have, of another type, or that the recipe itself gives;
-            bf16 or fp16 without a GPU for it; a reporter that is not installed.
-    """
+    """Trainer's arguments as the recipe's `training` gives them. A ValueError of arguments that TrainingArguments does
+    not have, of another type, or that the recipe itself gives; of bf16 or fp16 without a GPU for it, and of a reporter
+    that is not installed."""
     _check_values(recipe.training)
     _check_precision(recipe.training)
     defaults = {"report_to": [], "logging_steps": 10, "disable_tqdm": False}

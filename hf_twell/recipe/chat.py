@@ -43,15 +43,11 @@ def text_fault(value: object) -> str | None:
 def chat_tokens(
     tokenizer: PreTrainedTokenizerBase, messages: list[dict], *, assistant_only: bool = False
 ) -> tuple[list[int], list[int]]:
-    """The token ids of a conversation and their labels: the ids, or with `assistant_only` -100 for others' tokens.
-
-    What the assistant says runs from the template's generation prompt to the end of its turn, end marker included. A
-    last message with a true "unfinished" was cut, and gets no end marker.
-
-    Raises:
-        ValueError: no chat template, or one that does not take these messages; with `assistant_only`, one that changes
-            earlier turns when later ones come, or a tokenizer that does not say where in the text its tokens lie.
-    """
+    """The token ids of a conversation and their labels: the ids, or with `assistant_only` -100 for others' tokens. What
+    the assistant says runs from the template's generation prompt to the end of its turn, end marker included. A last
+    message with a true "unfinished" was cut, and gets no end marker. A ValueError as of `render`; with
+    `assistant_only`, of a template that changes earlier turns when later ones come, or a tokenizer that does not say
+    where in the text its tokens lie."""
     text = _whole(tokenizer, messages)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=assistant_only, verbose=False)
     ids = encoded["input_ids"]
@@ -88,11 +84,8 @@ def _whole(tokenizer, messages) -> str:
 
 
 def render(tokenizer: PreTrainedTokenizerBase, messages: list[dict], **options: Any) -> str:
-    """A conversation as the tokenizer's chat template writes it.
-
-    Raises:
-        ValueError: no template, or one that does not take these messages, or would leave their tool calls out.
-    """
+    """A conversation as the tokenizer's chat template writes it; a ValueError where there is none, or it does not take
+    these messages, or would leave their tool calls out."""
     if not tokenizer.chat_template:
         raise ValueError(
             f"{tokenizer.name_or_path or 'the tokenizer'} has no chat template to read messages by; take an instruct "

@@ -20,13 +20,8 @@ SMALLEST_PRETRAINED = 1e8  # parameters; smaller models are mostly tests, which 
 def estimate(
     args: TrainingArguments, model: nn.Module, *, sequences: int | None, length: int, dtype: torch.dtype
 ) -> str:
-    """One line of steps, tokens and room on disk.
-
-    Args:
-        sequences: of the training text; None where it is streamed, and `max_steps` given.
-        length: tokens of a sequence.
-        dtype: of the final model.
-    """
+    """One line of steps, tokens and room on disk for so many sequences (None: streamed) of `length` tokens, and a final
+    model in `dtype`."""
     steps, tokens = count_steps(args, sequences), sequences_of_step(args) * length
     sizes = [(weight.numel(), weight.nbytes, weight.requires_grad) for weight in model.parameters()]
     checkpoint = sum(nbytes for _, nbytes, _ in sizes)
@@ -44,11 +39,8 @@ def estimate(
 def estimate_time(
     args: TrainingArguments, recipe: Recipe, tokens: int, seconds: float, *, passes: int, measured: int
 ) -> str:
-    """One line of how long a run will take, by how long it took to measure its start; `tokens` are those of all steps.
-
-    Args:
-        passes: forward passes over the `measured` tokens, which every process reads all, that took the `seconds`.
-    """
+    """One line of how long a run of so many `tokens` will take, by the `seconds` that `passes` forward passes over the
+    `measured` tokens took at its start, which every process reads all."""
     each = PASSES + (recipe.distill is not None) + bool(args.gradient_checkpointing)
     took = seconds / (passes * measured) * each * tokens / args.world_size
     return f"at the speed of this measuring, training takes about {_duration(took)}, beside saving"

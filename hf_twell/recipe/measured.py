@@ -28,14 +28,9 @@ def measure(trainer: Trainer, heldout: PackedText) -> dict:
 
 
 def measure_start(trainer: Trainer, heldout: PackedText, parent: list, text: dict, checkpoint: str | None) -> dict:
-    """Held-out figures of the dense parent ("dense": its loss) and of the model that the run begins with ("before").
-
-    Those that `checkpoint`, from which a run goes on, has of the same `text` are taken from there.
-
-    Args:
-        parent: what `parent_activations` returned.
-        text: what tells one held-out text from another.
-    """
+    """Held-out figures of the dense parent ("dense": its loss), by what `parent_activations` returned, and of the model
+    that the run begins with ("before"). Those that `checkpoint`, from which a run goes on, has of the same `text`, what
+    tells one held-out text from another, are taken from there."""
     saved = read_state(checkpoint).get("measured") if checkpoint else None
     if saved is not None and saved["text"] == text:
         return saved

@@ -143,11 +143,7 @@ class StreamedText(torch.utils.data.IterableDataset):
 
 
 def check_length(model: PreTrainedModel, sequence_length: int) -> None:
-    """Refuse sequences with positions that the model has never seen.
-
-    Raises:
-        ValueError: naming the model's length.
-    """
+    """Refuse, by a ValueError, sequences with positions that the model has never seen."""
     most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if most and sequence_length > most:
         raise ValueError(
@@ -240,11 +236,8 @@ def _hub_rows(hub: str, config: str | None = None, split: str = "train", skip=0,
 
 
 def _check_no_pattern(folder) -> None:
-    """Refuse a folder of this machine that `datasets` would take for a pattern, and read others for.
-
-    Raises:
-        ValueError: naming the folder.
-    """
+    """Refuse, by a ValueError, a folder of this machine that `datasets` would take for a pattern, and read others
+    for."""
     if isinstance(folder, str) and Path(folder).is_dir():
         path = str(Path(folder).resolve())
         if glob.has_magic(path) or "::" in path:

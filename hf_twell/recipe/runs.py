@@ -31,11 +31,8 @@ LOCK_NAME = "_twell.lock"  # of an output_dir; `trainer.push_to_hub` leaves out 
 
 @contextlib.contextmanager
 def only_run(args: TrainingArguments, *, resume: bool) -> Iterator[None]:
-    """Hold the run's folder for one training; the lock ends with the process, however that ends.
-
-    Raises:
-        ValueError: another run is training into the folder, or it cannot be made.
-    """
+    """Hold the run's folder for one training; the lock ends with the process, however that ends. A ValueError where
+    another run is training into it, or it cannot be made."""
     mistyped = resume and not Path(args.output_dir).is_dir()  # `check_run` says so, and it is not made
     if mistyped or args.process_index != 0:  # of a run's processes the first one holds it for all
         yield
@@ -147,11 +144,8 @@ def model_identity(path: str) -> str:
 
 
 def check_changes(recipe: Recipe, args: TrainingArguments) -> None:
-    """Tell a resumed run that another order of the text follows, and refuse what could have no effect.
-
-    Raises:
-        ValueError: a key that the checkpoint keeps has another value.
-    """
+    """Tell a resumed run that another order of the text follows, and refuse, by a ValueError, a change of what the
+    checkpoint keeps."""
     checkpoint = last_checkpoint(recipe.output_dir)
     assert checkpoint is not None  # `check_run` found it
     saved, now = read_state(checkpoint).get("settings", {}), settings(recipe, args)
@@ -172,11 +166,7 @@ def check_changes(recipe: Recipe, args: TrainingArguments) -> None:
 
 
 def make_output_dir(output_dir: str) -> None:
-    """Make the run's folder, which has to take checkpoints.
-
-    Raises:
-        ValueError: it cannot be made, or nothing can be written there.
-    """
+    """Make the run's folder, which has to take checkpoints; a ValueError where nothing can be written there."""
     try:
         Path(output_dir).mkdir(parents=True, exist_ok=True)
     except OSError as error:

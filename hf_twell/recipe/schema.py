@@ -220,14 +220,8 @@ def is_streamed(source: list | dict | str) -> TypeGuard[dict]:
 
 
 def check_keys(data: Iterable, known: Sequence[str], where: str, other: str = "") -> None:
-    """Refuse unknown keys.
-
-    Args:
-        other: what else is said of such a key.
-
-    Raises:
-        ValueError: naming the key, and the one that was meant or takes its place.
-    """
+    """Refuse unknown keys, by a ValueError that names the one that was meant or takes its place; `other` is what else
+    is said."""
     for key in data:
         if key in REMOVED:
             raise ValueError(f"{where} has {key}, and {REMOVED[key]}")
@@ -238,11 +232,8 @@ def check_keys(data: Iterable, known: Sequence[str], where: str, other: str = ""
 
 
 def first_fault(error: ValidationError, where: str, key: str | None = None) -> str:
-    """The first of pydantic's errors in one line, such as "demo.yaml has l1_weight: -1; give at least 0".
-
-    Args:
-        key: that the value belongs to, where no mapping was read.
-    """
+    """The first of pydantic's errors in one line, such as "demo.yaml has l1_weight: -1; give at least 0". `key` is that
+    of the value, where no mapping was read."""
     faults = error.errors(include_url=False)
     if missing := [str(fault["loc"][0]) for fault in faults if fault["type"] == "missing"]:
         return f"{where} lacks {', '.join(missing)}"

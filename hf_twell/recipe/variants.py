@@ -11,18 +11,10 @@ LORA = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "target_modules": ["q_pr
 
 
 class LoraOutsideFfns:
-    """LoRA on linears outside the feed-forward blocks, of a model whose blocks are trained in full.
-
-    The adapters live in the model itself, so that its checkpoints hold blocks and adapters alike; until `merge`, its
-    config says that it is unfinished.
-
-    Args:
-        model: a sparsified model.
-        settings: arguments of `peft.LoraConfig` in place of `LORA`.
-
-    Raises:
-        ValueError: peft is not installed or takes no such settings, or an adapter would lie in a feed-forward block.
-    """
+    """LoRA on linears outside the feed-forward blocks, of a sparsified model whose blocks are trained in full. The
+    adapters live in the model itself, so that its checkpoints hold blocks and adapters alike; until `merge`, its config
+    says that it is unfinished. `settings` are arguments of `peft.LoraConfig` in place of `LORA`. A ValueError where
+    peft is not installed or takes no such settings, or an adapter would lie in a feed-forward block."""
 
     def __init__(self, model: nn.Module, settings: dict | None = None) -> None:
         try:
@@ -64,11 +56,7 @@ def train_ffns_alone(model: nn.Module) -> None:
 
 
 def freeze(model: nn.Module, parts: list[str]) -> None:
-    """Freeze the weights whose names have one of the parts in them.
-
-    Raises:
-        ValueError: a part that is in no name.
-    """
+    """Freeze the weights whose names have one of the parts in them; a ValueError of a part that is in no name."""
     named = dict(model.named_parameters())
     for part in parts:
         found = [parameter for name, parameter in named.items() if part in name]

@@ -45,11 +45,7 @@ _Loader.add_constructor(f"{_TAG}int", _Loader.construct_int)
 
 
 def read_yaml(text: str | bytes, where: str) -> Any:
-    """What the text says.
-
-    Raises:
-        ValueError: it is no YAML, or has a key twice; `where` names it.
-    """
+    """What the text says; a ValueError that names `where` if it is no YAML, or has a key twice."""
     try:
         return yaml.load(text, _Loader)
     except (yaml.YAMLError, ValueError) as error:

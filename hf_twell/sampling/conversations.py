@@ -17,11 +17,8 @@ QUESTION_SHARE = 0.25  # of a conversation's tokens, at most
 
 
 class Turns:
-    """What a chat template writes around a user's words, as tokens.
-
-    Raises:
-        ValueError: no chat template, or one that does not write the words once, as they are, and a special token after.
-    """
+    """What a chat template writes around a user's words, as tokens; a ValueError where there is none, or it does not
+    write the words once, as they are, and a special token after."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         text = render(tokenizer, [{"role": "user", "content": MARK}], add_generation_prompt=True)
@@ -53,14 +50,10 @@ def sample_conversations(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, length: int, batch_size: int, *, seed: int, **drawn: Any
 ) -> list[dict]:
     """Rows {"messages": a question and its answer, "tokens"} of at most `length` tokens with what the template writes.
-
     There are `batch_size` or fewer: a question that does not end in a quarter of `length` is left out; an answer that
-    does not end is cut, and its message says "unfinished", which `hf_twell.recipe.chat.chat_tokens` reads. `drawn`
-    are options of `sample_after`, for questions and for answers.
-
-    Raises:
-        ValueError: a chat template that sampling cannot go by, or longer than `length` leaves room for.
-    """
+    does not end is cut, and its message says "unfinished", which `hf_twell.recipe.chat.chat_tokens` reads. `drawn` are
+    options of `sample_after`, for both. A ValueError of a chat template that leaves no room, or that sampling cannot go
+    by."""
     turns = Turns(tokenizer)
     around, most = len(turns.opening) + len(turns.closing), int(QUESTION_SHARE * length)
     if most < 1 or around + most >= length:

@@ -97,11 +97,7 @@ def sample_text(
 
 
 def check_options(tokens: int, length: int, batch_size: int, temperature: float, top_p: float) -> None:
-    """What of `sample_text`'s arguments can be wrong whatever the model is.
-
-    Raises:
-        ValueError: numbers that cannot be.
-    """
+    """Refuse, by a ValueError, what of `sample_text`'s arguments cannot be, whatever the model is."""
     if not temperature > 0:
         raise ValueError(f"temperature={temperature}; give a number above 0")
     if not 0 < top_p <= 1:
@@ -125,13 +121,9 @@ def _teller(bar):
 
 
 def document_start(tokenizer: PreTrainedTokenizerBase, start: str | None = None) -> int:
-    """The token that a document of pretraining began after: <|endoftext|> where there is one, else BOS, else EOS.
-
-    A chat model's BOS and EOS are often those of its messages (SmolLM2-Instruct, Qwen), hence the order.
-
-    Raises:
-        ValueError: `start` is no special token, or there is none at all.
-    """
+    """The token that a document of pretraining began after: `start`, a special token, or <|endoftext|> where there is
+    one, else BOS, else EOS; or a ValueError. A chat model's BOS and EOS are often those of its messages
+    (SmolLM2-Instruct, Qwen), hence the order."""
     known = tokenizer.get_added_vocab()
     if start is not None:
         if start not in known:
@@ -173,12 +165,8 @@ def documents_in(ids_BL: torch.Tensor, tokenizer: PreTrainedTokenizerBase, begin
 
 
 def written_before(path: str | Path, chats: bool) -> tuple[int, int, int, int]:
-    """(documents, tokens, next batch, bytes of whole rows) of a file that `sample_text` may go on with, or make.
-
-    Raises:
-        ValueError: it holds what `sample_text` did not write, or documents beside conversations, which no training
-            reads.
-    """
+    """(documents, tokens, next batch, bytes of whole rows) of a file that `sample_text` may go on with, or make. A
+    ValueError where it holds what that did not write, or documents beside conversations, which no training reads."""
     path = Path(path)
     if not path.exists():
         return 0, 0, 0, 0

@@ -141,12 +141,8 @@ class _Completion(_Mended, CompletionHandler):
 
 
 def _fit(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, inputs: dict, config: GenerationConfig) -> None:
-    """Have an answer end where the context is full.
-
-    Raises:
-        ValueError: the prompt leaves no room, or has a token that the model has no embedding for, which on a GPU ends
-            the process.
-    """
+    """Have an answer end where the context is full. A ValueError where the prompt leaves no room, or has a token that
+    the model has no embedding for, which on a GPU ends the process."""
     check_ids(model, tokenizer, inputs["input_ids"])
     tokens, context = inputs["input_ids"].shape[-1], context_limit(model)
     if context is None:

@@ -14,11 +14,8 @@ STOP_SECONDS = 5  # for clients to be told that their answers end, once Ctrl-C h
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Listen at a port, before a model is loaded that could then not be served; requests wait.
-
-    Raises:
-        OSError: in one line, what was given and what is wrong with it.
-    """
+    """Listen at a port, before a model is loaded that could then not be served; requests wait. An OSError of one line
+    says what is wrong with the address."""
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:

@@ -15,11 +15,8 @@ WARM_UP_TOKENS = 8  # enough for each block to have seen how dense its tokens ar
 
 @torch.no_grad()
 def prepare(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, backend: str) -> str:
-    """Let a sparse model's blocks run on their kernels, compile these, and say in a line what computes.
-
-    Raises:
-        ValueError: a backend that does not work here, or for a model that is not sparse.
-    """
+    """Let a sparse model's blocks run on their kernels, compile these, and say in a line what computes. A ValueError of
+    a backend that does not work here, or for a model that is not sparse."""
     kind = f"{name} ({type(model).__name__}, {str(model.dtype).removeprefix('torch.')}, {model.device})"
     if getattr(model.config, "twell", None) is None:
         if backend != "auto":

@@ -35,15 +35,9 @@ ASK_MEMORY = (
 
 
 def why_not(engine: str, model: str, arguments: Sequence[str] = ()) -> str | None:
-    """The reason, if any, for which `--engine` leaves a model to Transformers.
-
-    Args:
-        arguments: vLLM's own.
-
-    Raises:
-        ValueError, OSError: no such model, a config that cannot be right, or vLLM was asked for and is not installed,
-            or does not take the model.
-    """
+    """The reason, if any, for which `--engine` leaves a model to Transformers, `arguments` being vLLM's own. A
+    ValueError or OSError of no such model, a config that cannot be right, or where vLLM was asked for and is not
+    installed, or does not take the model."""
     if engine == "transformers":
         return "as asked"
     if importlib.util.find_spec("vllm") is None:
@@ -59,12 +53,9 @@ def why_not(engine: str, model: str, arguments: Sequence[str] = ()) -> str | Non
 
 
 def refusal(model: str, arguments: Sequence[str] = ()) -> str | None:
-    """Why vLLM would not serve a model, as its files and its config say; starting vLLM to hear so takes a minute.
-
-    Raises:
-        ValueError, OSError: no such model, or one that Transformers would not serve either; settings of the plugin, in
-            vLLM's arguments, that cannot be right.
-    """
+    """Why vLLM would not serve a model, as its files and its config say; starting vLLM to hear so takes a minute. A
+    ValueError or OSError where there is no such model, Transformers would not serve it either, or vLLM's arguments hold
+    settings of the plugin that cannot be right."""
     from hf_twell.models.custom import published_class
     from hf_twell.models.gguf_files import is_gguf
 
@@ -94,11 +85,8 @@ def refusal(model: str, arguments: Sequence[str] = ()) -> str | None:
 
 
 def describe(model: str, arguments: Sequence[str] = ()) -> str:
-    """In a line, what computes a model that vLLM does not refuse.
-
-    Raises:
-        ValueError, OSError: no such model.
-    """
+    """In a line, what computes a model that vLLM does not refuse; a ValueError or OSError where there is no such
+    model."""
     config = _config(model)
     if not _is_sparse(config):
         return "is dense (no `twell` entry in its config): served as it is, without sparse kernels"
@@ -131,11 +119,8 @@ def take_option(arguments: Sequence[str], option: str) -> tuple[str | None, list
 
 
 def additional_config(arguments: Sequence[str]) -> tuple[dict, list[str]]:
-    """vLLM's additional config, which has the plugin's settings, among its arguments, and the other arguments.
-
-    Raises:
-        ValueError: it is no JSON mapping, or such settings cannot be.
-    """
+    """vLLM's additional config, which has the plugin's settings, among its arguments, and the other arguments. A
+    ValueError where it is no JSON mapping, or such settings cannot be."""
     text, others = take_option(arguments, "--additional-config")
     try:
         settings = {} if text is None else json.loads(text)
@@ -162,11 +147,8 @@ def memory_options(arguments: Sequence[str]) -> list[str]:
 
 
 def memory_share(available: int, total: int) -> float | None:
-    """The share of a memory that vLLM can have before it has started; None where that is as much as it asks for.
-
-    Args:
-        available, total: bytes, as vLLM counts them.
-    """
+    """The share of `total` bytes of memory that vLLM can have before it has started, of which `available` are free;
+    None where that is as much as it asks for."""
     free = (available - MEMORY_OF_VLLM) / total
     return None if free >= MEMORY_SHARE else max(math.floor(100 * (free - MEMORY_SPARED)) / 100, 0.05)
 
@@ -240,11 +222,8 @@ def _is_of_torchao(config: dict) -> bool:
 
 
 def _check_sparse(model: str, arguments: Sequence[str]) -> str | None:
-    """Why no density is known of a sparse model's layers, without which none of its blocks uses kernels, or None.
-
-    Raises:
-        ValueError: what the plugin would raise of a sparse model's config and of its settings.
-    """
+    """Why no density is known of a sparse model's layers, without which none of its blocks uses kernels, or None. A
+    ValueError as the plugin would raise it of the model's config and of its settings."""
     from transformers import AutoConfig
 
     from hf_twell.convert.entry import check_entry

@@ -121,15 +121,9 @@ class Distillation:
 
     @contextmanager
     def micro_batch(self, batch: Mapping, scale: torch.Tensor) -> Iterator[None]:
-        """The parent reads the batch now; what the model computes inside learns from it.
-
-        Args:
-            batch: as the model receives it.
-            scale: (); world size over the step's tokens (times an fp16 loss scale).
-
-        Raises:
-            ValueError: the model made no logits for them to learn from.
-        """
+        """The parent reads the batch, as the model receives it, now; what the model computes inside learns from it.
+        `scale` () is the world size over the step's tokens (times an fp16 loss scale). A ValueError where the model
+        made no logits."""
         if self._parent_on != scale.device:  # going through all its modules takes the host 5 ms
             self.parent.to(scale.device)
             self._parent_on = scale.device

@@ -37,12 +37,8 @@ AT_BOUND = {
 
 
 def rows_of_report(report: dict, ffns: list[SparseBlock], *, layer_weights: bool, layers: bool) -> dict[str, float]:
-    """`L1Penalty.report()` as log rows, and the way that blocks on a GPU take where they have a choice.
-
-    Args:
-        layer_weights: whether layers have weights of their own.
-        layers: whether to give each layer's figures too.
-    """
+    """`L1Penalty.report()` as log rows, of each layer too with `layers`, with weights of its own where `layer_weights`
+    says so; and the way that blocks on a GPU take where they have a choice."""
     keys = ["l0", "density", *(key for key in report if key.startswith("union_")), "l1", "dead"]
     rows = {f"twell/{key}": report[key] for key in [*keys, "l1_weight"]}
     on_kernels = [ffn.twell_state.on_kernels for ffn in ffns]
@@ -92,11 +88,8 @@ def _log_without_layers(
 def warn_of_bounds(
     controller: DensityController, told: set, ffns: list[SparseBlock], step: int, *, target: str | None
 ) -> None:
-    """Log which layers' coefficients have come to a bound, each once; `told` remembers them.
-
-    Args:
-        target: the name of the argument that gave the target.
-    """
+    """Log which layers' coefficients have come to a bound, each once; `told` remembers them, and `target` names the
+    argument that gave the target."""
     held, weights = controller.held(), controller.weights().tolist()
     for side, layers in held.items():
         new = [layer for layer in layers if (side, layer) not in told]
@@ -140,18 +133,9 @@ def warn_of_few_tokens(tokens: float, target: str, value: float) -> None:
 def warn_of_loss(
     trainer: Trainer, logs: dict, report: dict, *, parent_loss: float | None, target: str | None, layer_shares: str
 ) -> bool:
-    """Log, from a quarter of the run on, that a pretrained model is being lost, and what to change.
-
-    Args:
-        logs: of this step, with the task's loss.
-        report: what `L1Penalty.report` returned with it.
-        parent_loss: of the dense parent; None where it is not known.
-        target: the name of the argument that gave the target; None in a run with an `l1_weight`.
-        layer_shares: of a run to a target.
-
-    Returns:
-        Whether there was something to warn of.
-    """
+    """Log, from a quarter of the run on, that a pretrained model is being lost, and what to change; returns whether
+    there was something to warn of. `report` is what `L1Penalty.report` returned with the `logs` of this step;
+    `parent_loss` is None where the dense parent's is not known, and `target` in a run with an `l1_weight`."""
     if trainer.state.global_step < JUDGED_FROM * trainer.state.max_steps:
         return False
     signs = []

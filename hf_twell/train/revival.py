@@ -56,11 +56,8 @@ class Revival:
 
     @torch.no_grad()
     def revive(self, optimizer: torch.optim.Optimizer, step: int) -> float:
-        """Draw dead rows back; returns the share of neurons that were dead.
-
-        Raises:
-            ValueError: the optimizer does not train the rows, or keeps a state for them that is not known.
-        """
+        """Draw dead rows back; returns the share of neurons that were dead. A ValueError where the optimizer keeps a
+        state for the rows that is not known."""
         silent = [idle >= self.after for idle in self.idle]
         dead = torch.stack([layer.sum() for layer in silent]).tolist()  # the one wait for the device
         for layer, (linear, mask, count) in enumerate(zip(self.linears, silent, dead, strict=True)):
@@ -87,11 +84,7 @@ class Revival:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, revival: Revival) -> None:
-    """Refuse an optimizer that does not hold the rows themselves, before any training.
-
-    Raises:
-        ValueError: naming what is in the way.
-    """
+    """Refuse, by a ValueError before any training, an optimizer that does not hold the rows themselves."""
     known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if not all(id(linear.weight) in known for linear in revival.linears):
         raise ValueError(

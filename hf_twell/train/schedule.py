@@ -30,11 +30,7 @@ def check_schedule(
     layer_shares: str,
     l1_bounds: Sequence[float] | None,
 ) -> None:
-    """Refuse what no run can follow.
-
-    Raises:
-        ValueError: naming the argument.
-    """
+    """Refuse, by a ValueError that names the argument, what no run can follow."""
     if target_union is not None:
         if target_density is not None:
             raise ValueError(
@@ -66,11 +62,7 @@ def check_schedule(
 
 
 def check_share(share: int | None, term: str) -> None:
-    """Refuse what is no length of a run, or goes with another term than a count.
-
-    Raises:
-        ValueError: naming the argument.
-    """
+    """Refuse, by a ValueError, what is no length of a run, or goes with another term than a count."""
     if share is None:
         return
     if isinstance(share, bool) or not isinstance(share, int) or share < 2:
@@ -82,11 +74,7 @@ def check_share(share: int | None, term: str) -> None:
 def check_target(
     target: float, *, layer_shares: str, l1_bounds: Sequence[float] | None, name: str = "target_density"
 ) -> None:
-    """Refuse what a `DensityController` cannot steer to.
-
-    Raises:
-        ValueError: naming the argument.
-    """
+    """Refuse, by a ValueError that names the argument, what a `DensityController` cannot steer to."""
     if not isinstance(target, float) or not 0 < target < 1:
         raise ValueError(f"{name}={target!r}; give a share between 0 and 1, such as 0.005")
     if layer_shares not in LAYER_SHARES:
@@ -96,11 +84,7 @@ def check_target(
 
 
 def check_steps(name: str, value: int | float) -> None:
-    """Refuse what is neither a number of optimizer steps nor a share of them.
-
-    Raises:
-        ValueError: naming the argument.
-    """
+    """Refuse, by a ValueError, what is neither a number of optimizer steps nor a share of them."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0 or (value >= 1 and value % 1):
         raise ValueError(f"{name}={value!r}; give a whole number of steps, or a share between 0 and 1")
 

@@ -121,13 +121,8 @@ class StepCounts(NamedTuple):
         return (widths - fired) / widths
 
     def check_counted_once(self) -> None:
-        """Refuse a step in which a neuron was active for more tokens than there are.
-
-        Two forwards a micro-batch show where one is active for more than half of the tokens, as when training begins.
-
-        Raises:
-            ValueError: saying what to do.
-        """
+        """Refuse, by a ValueError, a step in which a neuron was active for more tokens than there are. Two forwards a
+        micro-batch show where one is active for more than half of the tokens, as when training begins."""
         tokens, most = self.tokens.item(), self.table[:, 1:].max().item()
         if most > 1.001 * tokens:  # beyond 2^24 tokens fp32 rounds
             raise ValueError(
@@ -138,11 +133,7 @@ class StepCounts(NamedTuple):
             )
 
     def check_counted(self) -> None:
-        """Refuse a step of which no layer counted anything, though it has tokens: backward counts.
-
-        Raises:
-            ValueError: saying what to do.
-        """
+        """Refuse, by a ValueError, a step of which no layer counted anything, though it has tokens: backward counts."""
         if self.tokens.item() and not self.table[:, 1:].any().item():
             raise ValueError(
                 f"no backward came to the sparse blocks in the first optimizer step ({self.tokens.item():.0f} tokens), "

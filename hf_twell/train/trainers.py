@@ -9,11 +9,8 @@ from hf_twell.blocks.architectures import other_activations
 
 
 def check_trainer(trainer: Trainer) -> None:
-    """Refuse what is no trainer, and those in which the L1 term could not be right.
-
-    Raises:
-        ValueError: saying what to do.
-    """
+    """Refuse, by a ValueError that says what to do, what is no trainer, and those in which the L1 term could not be
+    right."""
     if not hasattr(trainer, "callback_handler") or not hasattr(trainer, "args"):
         raise ValueError(f"SparsityCallback takes the trainer first, got {type(trainer).__name__}")
     if trainer.args.n_gpu > 1:
@@ -39,11 +36,8 @@ def check_trainer(trainer: Trainer) -> None:
 
 
 def check_batches(trainer: Trainer, batches: Iterable) -> None:
-    """Refuse batches of which the trainer makes the model's inputs only later, such as prompts to be completed.
-
-    Raises:
-        ValueError: naming the trainer and what it hands out.
-    """
+    """Refuse, by a ValueError, batches of which the trainer makes the model's inputs only later, such as prompts to be
+    completed."""
     for batch in batches:
         if isinstance(batch, Mapping) and any(batch.get(key) is not None for key in ("input_ids", "inputs_embeds")):
             continue

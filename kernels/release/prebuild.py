@@ -46,11 +46,8 @@ def arguments(about: str) -> argparse.Namespace:
 
 
 def compile_library(name: str, args: argparse.Namespace, hub_name: str | None = None) -> Path:
-    """A library that needs no more than every torch from this one on, and every Linux from manylinux_2_28 on, has.
-
-    Args:
-        hub_name: what the operators are called in a library for the Hub, which has their definitions, too.
-    """
+    """A library that needs no more than every torch from this one on, and every Linux from manylinux_2_28 on, has; one
+    for the Hub has the operators' definitions, too, under `hub_name`."""
     folder, torch = args.objects.resolve() / name, args.torch.resolve()
     (folder / "lib").mkdir(parents=True, exist_ok=True)
     for library, called in TORCH_LIBRARIES.items():  # empty ones, as nothing of them goes into ours but their names

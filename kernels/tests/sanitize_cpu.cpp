@@ -300,52 +300,33 @@ int main() {
       std::printf("skipped: %s\n", error.what());
       continue;
     }
-    for (int dtype = 0; dtype < 3; ++dtype) {
+    for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
       for (int64_t tokens : {1, 3, 5, 70, 131}) {
+        const auto accept = [&](const char* what, int64_t hidden, int64_t width, int variant, double error) {
+          ++checked;
+          if (error < allowed(dtype)) return;
+          std::printf("%s, %s, dtype %d, T %ld, D %ld, F %ld, variant %d: error %g\n", what, isa,
+                      static_cast<int>(dtype), static_cast<long>(tokens), static_cast<long>(hidden),
+                      static_cast<long>(width), variant, error);
+          std::exit(1);
+        };
         for (int64_t width : {1, 96, 133}) {
           for (bool gated : {true, false}) {
-            const double error = check_activation(static_cast<DType>(dtype), tokens, width, gated);
-            ++checked;
-            if (!(error < allowed(static_cast<DType>(dtype)))) {
-              std::printf("activation, %s, dtype %d, T %ld, F %ld, gated %d: error %g\n", isa, dtype,
-                          static_cast<long>(tokens), static_cast<long>(width), gated, error);
-              return 1;
-            }
+            accept("activation", 0, width, gated, check_activation(dtype, tokens, width, gated));
           }
         }
         for (auto [hidden, width] : {std::pair<int64_t, int64_t>{1, 1}, {37, 133}, {64, 96}, {130, 50}, {2048, 23}}) {
-          const Kernels& kernels = select_kernels(static_cast<DType>(dtype));
-          const char* wrong = check_screened(kernels, static_cast<DType>(dtype), tokens, hidden, width);
-          ++checked;
-          if (wrong) {
-            std::printf("screened gate, %s, dtype %d, T %ld, D %ld, F %ld: %s\n", isa, dtype, static_cast<long>(tokens),
-                        static_cast<long>(hidden), static_cast<long>(width), wrong);
-            return 1;
-          }
+          const char* wrong = check_screened(select_kernels(dtype), dtype, tokens, hidden, width);
+          accept(wrong ? wrong : "screened gate", hidden, width, 0, wrong ? INFINITY : 0);
         }
         for (auto [hidden, width] : {std::pair<int64_t, int64_t>{1, 1}, {37, 133}, {64, 96}, {130, 50}, {300, 260}}) {
           for (int variant = 0; variant < 8; ++variant) {
+            const bool gated = variant & 1, by_column = variant & 2;
             // About a tenth of the pairs, or half of them, which calls of one token alone do not leave to matmuls.
-            const double error = check_int8(static_cast<DType>(dtype), tokens, hidden, width, variant & 1, variant & 2,
-                                            variant & 4 ? 0.0f : -0.5f);
-            ++checked;
-            if (!(error < allowed(static_cast<DType>(dtype)))) {
-              std::printf("int8, %s, dtype %d, T %ld, D %ld, F %ld, variant %d: error %g\n", isa, dtype,
-                          static_cast<long>(tokens), static_cast<long>(hidden), static_cast<long>(width), variant,
-                          error);
-              return 1;
-            }
-          }
-          for (int variant = 0; variant < 8; ++variant) {
-            const double error = check(static_cast<DType>(dtype), tokens, hidden, width, variant & 1, variant & 2,
-                                       variant & 4 ? 2 : width);
-            ++checked;
-            if (!(error < allowed(static_cast<DType>(dtype)))) {
-              std::printf("%s, dtype %d, T %ld, D %ld, F %ld, variant %d: error %g\n", isa, dtype,
-                          static_cast<long>(tokens), static_cast<long>(hidden), static_cast<long>(width), variant,
-                          error);
-              return 1;
-            }
+            const float bias = variant & 4 ? 0.0f : -0.5f;
+            accept("int8", hidden, width, variant, check_int8(dtype, tokens, hidden, width, gated, by_column, bias));
+            const int64_t capacity = variant & 4 ? 2 : width;
+            accept("block", hidden, width, variant, check(dtype, tokens, hidden, width, gated, by_column, capacity));
           }
         }
       }

@@ -62,11 +62,8 @@ def add_row(path: Path, row: dict) -> None:
 
 
 def changes_of(name: str, study: dict, model: str, output: Path) -> list[str]:
-    """A run's changes to the recipe, with `{OUTPUT}`, and `{OTHER}` for the final model of the run OTHER, filled in.
-
-    Raises:
-        ValueError: a run OTHER whose model is not there.
-    """
+    """A run's changes to the recipe, with `{OUTPUT}`, and `{OTHER}` for the final model of the run OTHER, filled in; a
+    ValueError where that model is not there."""
     changes = [f"model={model}", f"output_dir={output / 'runs' / name}"]
     changes += [f"heldout={json.dumps(study['heldout'])}", *study.get("changes", []), *study["runs"][name]]
     changes = [change.replace("{OUTPUT}", str(output)) for change in changes]

@@ -119,7 +119,7 @@ def test_common_share_counts_the_words_of_a_passage_that_are_common_in_all(scrip
 
 def test_a_missing_source_is_named(script, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"neither poems\.txt nor poems\.txt\.xz"):
-        script["read_documents"](tmp_path, "poems")
+        script["read_source"](tmp_path, "poems")
 
 
 @pytest.mark.parametrize("done", [0.0, 0.84, 0.85, 0.9999])

@@ -18,14 +18,9 @@ class ReluAndMul(nn.Module):
 
 
 class SparseFfn(nn.Module):
-    """A block by the kernels, on the stock block's own linears, so that weights load under their names as before.
-
-    Each rank of tensor parallelism computes its F / tp neurons, and what they give is summed.
-
-    Args:
-        stock: vLLM's block with plain linears `gate_up_proj` and `down_proj`, whose weights are not loaded yet.
-        activity: by which the kernels are chosen; see `hf_twell.serving.vllm_plugin.plan`.
-    """
+    """A block by the kernels, chosen by its `activity`, on the linears of vLLM's own block, `stock`, before weights are
+    loaded, so that these load under their names as before. Each rank of tensor parallelism computes its F / tp neurons,
+    and what they give is summed."""
 
     def __init__(self, stock: nn.Module, activity: Activity) -> None:
         super().__init__()

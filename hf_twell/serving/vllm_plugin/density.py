@@ -7,13 +7,8 @@ from hf_twell.dispatch.limits import limit
 
 
 def known_settings(additional_config: object) -> dict:
-    """What vLLM's `additional_config` holds for us: `{"hf_twell": {"density": 0.01, "kernels": True}}`, both optional.
-
-    A null counts as not given, here as in a checkpoint's `twell` entry.
-
-    Raises:
-        ValueError: other settings; a density is looked at by `known_densities`.
-    """
+    """What vLLM's `additional_config` holds for us: `{"hf_twell": {"density": 0.01, "kernels": True}}`, both optional;
+    a null counts as not given. A ValueError of other settings; a density is looked at by `known_densities`."""
     settings = additional_config.get("hf_twell") if isinstance(additional_config, dict) else None
     settings = {} if settings is None else settings
     if not isinstance(settings, dict) or set(settings) - {"density", "kernels"}:
@@ -28,17 +23,10 @@ def known_settings(additional_config: object) -> dict:
 
 
 def known_densities(additional_config: object, entry: dict, layers: int) -> tuple[list[float] | None, str]:
-    """Each layer's share of active neurons, and where it is from; or None, and why it is not known.
-
-    A checkpoint's list of another length is of layers that were added or cut off since, and says nothing.
-
-    Args:
-        additional_config: vLLM's; `{"hf_twell": {"density": 0.01}}` or a list of a number a layer comes first.
-        entry: the `twell` entry of the checkpoint's config, whose `density` is such a list.
-
-    Raises:
-        ValueError: other settings, and what cannot be densities.
-    """
+    """Each layer's share of active neurons, and where it is from; or None, and why it is not known. What vLLM's
+    `additional_config` gives, `{"hf_twell": {"density": 0.01}}` or a list of a number a layer, comes before the density
+    of the checkpoint's `twell` entry, which says nothing where it has another length: layers were added or cut off
+    since. A ValueError of other settings, and of what cannot be densities."""
     given, source = known_settings(additional_config).get("density"), "additional_config['hf_twell']['density']"
     if given is None:
         given, source = entry.get("density"), "the checkpoint's twell entry"

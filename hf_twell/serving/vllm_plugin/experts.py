@@ -79,15 +79,10 @@ class SparseQwen3NextForCausalLM(SparseMixture, Qwen3NextForCausalLM):
 
 
 class ReluExperts(UnquantizedFusedMoEMethod):
-    """What a layer's routed experts are computed by, in place of vLLM's method, which built their parameters.
-
-    On a GPU by vLLM's own Triton kernels with ReLU between them. On a CPU by an operator of ours. Each rank of tensor
-    parallelism has a part of every expert, and one of expert parallelism all of its own; vLLM sums what they give.
-
-    Args:
-        routed: vLLM's module, whose weights are not loaded yet.
-        activity: by which the kernels are chosen.
-    """
+    """What a layer's routed experts, vLLM's module `routed` whose weights are not loaded yet, are computed by in place
+    of vLLM's method, which built their parameters: on a GPU by vLLM's own Triton kernels with ReLU between them, on a
+    CPU by an operator of ours, whose kernels are chosen by `activity`. Each rank of tensor parallelism has a part of
+    every expert, and one of expert parallelism all of its own; vLLM sums what they give."""
 
     def __init__(self, routed: nn.Module, activity: Activity, asked: bool) -> None:
         super().__init__(routed.moe_config)

@@ -50,14 +50,9 @@ class Plan:
 
 
 def decide(vllm_config: VllmConfig, places: dict[int, Place], chosen: list[int]) -> Plan:
-    """The way of each of the stock blocks in these places, their weights not being loaded yet.
-
-    Args:
-        chosen: indices of the layers that kernels may compute.
-
-    Raises:
-        ValueError: a density in `additional_config` or in the checkpoint's `twell` entry that cannot be one.
-    """
+    """The way of each of the stock blocks in these places, their weights not being loaded yet, where kernels may
+    compute the layers `chosen`. A ValueError of a density, in `additional_config` or in the checkpoint's `twell` entry,
+    that cannot be one."""
     config = vllm_config.model_config.hf_config
     entry = getattr(config, "twell", None) or {}
     total = max(config.get_text_config().num_hidden_layers, max(places, default=0) + 1)
