@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections.abc import Iterator
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 
 from hf_twell.dispatch.limits import limit
 from hf_twell.evaluation.sandbox import CPU_SECONDS, MEMORY_BYTES, WALL_SECONDS
@@ -21,6 +21,9 @@ MAIN, FEW, DENSITY, UNIONS = (
 FP8, FP8_FEW, FP8_600 = (H200.format(f"fp8-{run}") for run in ("2026-11-26", "few-2026-11-26", "l0-600-2026-11-27"))
 H100_FP8 = "kernels/twell_cuda/bench/h100-fp8-2026-11-26/bench.jsonl"
 CPU, CPU_INT8 = EPYC.format("2026-11-21"), EPYC.format("int8-2026-11-27")
+COLUMNS = "kernels/twell_cuda/bench/h200-columns-2026-11-28/rows.jsonl"
+CUDA_EXPERTS = "kernels/twell_cuda/bench/h200-experts-2026-11-28/rows.jsonl"
+DENSE_STEPS = ("eager", "compiled", "dense_ffn")
 EXPERTS = "kernels/twell_cpu/bench/xeon-experts-2026-11-28/bench.jsonl"
 SMOLLM2, STUDY = "model_cards/smollm2/pretrained.jsonl", "model_cards/study/study.jsonl"
 TRIALS, SNIPPET, DEMO = (
@@ -439,7 +442,7 @@ def readme() -> Entries:
     yield text, few[2], few[16], few[64], few[512]
     text = "| prefill | {:.1f} % up to 512 tokens; {:.1f} % up to 1,024; {:.0f} % up to 2,048; {:.0f} % above;"
     yield text, *(100 * most for _, most, _, _ in many)
-    text = "none up to 1,024 tokens; {:.1f} % up to 2,048; {:.1f} % up to 8,192; {:.1f} % above |"
+    text = "none up to 1,024 tokens; {:.1f} % up to 2,048; {:.1f} % up to 8,192; {:.1f} % above;"
     yield text, *(100 * most for _, most in limit("kCudaTrainingLimits")[1:])
     half, twentieth, all_of_them = (block(CPU, 1, l0, dtype="bfloat16") for l0 in (2816, 300, 5600))
     generated = row(CPU, bench="generate", dtype="bfloat16")
@@ -456,10 +459,23 @@ def readme() -> Entries:
     yield "or the training loss stays {:.0f} % above the dense parent's", 100 * (LOST - 1)
 
 
+def training_unions() -> list[float]:
+    """Each limit in percent, and the tokens from which it holds."""
+    table = pairwise(limit("kCudaTrainingUnionLimits"))
+    return [value for (below, *_), (_, most, _) in table for value in (100 * most, below + 1)]
+
+
+def of_columns(activity: str, tokens: int) -> tuple[dict, float]:
+    """A row, and how many times as fast as dense the faster of columns and pairs is."""
+    found = row(COLUMNS, activity=activity, tokens=tokens)
+    dense, ours = (min(found["ms"][name] for name in names) for names in (DENSE_STEPS, ("pairs", "columns_a")))
+    return found, dense / ours
+
+
 def of_count_term(activity: str) -> tuple[float, float]:
     """How many times as fast as dense a step with the count term is, and the density in percent."""
     found = row("kernels/twell_cuda/bench/h200-count-2026-11-28/rows.jsonl", activity=activity)
-    dense = min(found["ms"][name] for name in ("eager", "compiled", "dense_ffn"))
+    dense = min(found["ms"][name] for name in DENSE_STEPS)
     return dense / found["ms"]["kernels_count"], 100 * found["density"]
 
 
@@ -493,6 +509,17 @@ def bench() -> Entries:
         cells = ["{:.1f} %", "{:.0f} / {:.0f} / {:.0f} %", "{:.2f}" if drafted else NONE, *["{:.2f}"] * 4]
         unions = [100 * share for share in found[2]["unions"].values()]
         yield f"| {' | '.join(cells)} |", 100 * found[2]["density"], *unions, *map(speedup, [*drafted, *found])
+    for activity in ("9.5", "5.8", "3.6"):
+        (many, times), (some, few) = (of_columns(activity, tokens) for tokens in (16_384, 4096))
+        gains = [times] if few < 1 else [times, few]
+        cells = ["{:.1f} %", "{:.0f} / {:.0f} / {:.0f} %", *["{:.2f}"] * len(gains), *[NONE] * (2 - len(gains))]
+        yield (
+            f"| {' | '.join(cells)} |",
+            *(100 * share for share in (many["density"], *many["unions"].values())),
+            *gains,
+        )
+        if few < 1:
+            yield "At {:,} tokens and {:.1f} % that is plain matmuls", some["tokens"], 100 * some["density"]
     (plain,) = rows(UNIONS, took="plain matmuls")
     yield "At {:.2f} the block computed plain matmuls", speedup(plain)
     train, prefill = row(MAIN, bench="train", commit="ebf9822"), row(MAIN, bench="prefill")
@@ -576,6 +603,9 @@ def backends() -> Entries:
     yield "pay up to a union of {:.0f} to {:.0f} %", *(100 * share for share in span(unions))
     training = [100 * most for _, most in limit("kCudaTrainingLimits")[1:]]
     yield "{:.1f} % up to 2,048; {:.1f} % up to 8,192; {:.1f} % above", *training
+    yield "a union of {:.0f} % from {:,} tokens on, {:.0f} % from {:,}, {:.0f} % from {:,}", *training_unions()
+    ((tokens, most), _) = limit("kCudaExpertLimits")
+    yield "9.0: {:.0f} % up to {} tokens", 100 * most, tokens
     on_cpu, with_amx = ([100 * most for _, most in limit(name)[1:]] for name in ("kCpuLimits", "kCpuLimitsAmx"))
     text = "{:.0f} % up to 8; {:.0f} % up to 32; {:.0f} % above, in float32 from 257 on {:.0f} %; {:.0f} % in training"
     yield text, *on_cpu, 100 * limit("kCpuLimitsFloat32")[-1][1], 100 * limit("kCpuTrainingMaxDensity")
@@ -733,6 +763,11 @@ def training() -> Entries:
     yield "the demo's model ended at {:.0f} % active neurons", density(row(DEMO, what="L1 with a coefficient of 5e-2"))
     limits = [100 * most for _, most in limit("kCudaTrainingLimits")[1:]]
     yield "{:.1f} % active up to 2,048, {:.1f} % up to 8,192, {:.1f} % for more", *limits
+    yield "union of {:.0f} % from {:,} tokens on, {:.0f} % from {:,} and {:.0f} % from {:,}", *training_unions()
+    memory = of_columns("5.8", 16_384)[0]["held_and_peak_mib"]
+    (held, peak), (dense_held, dense_peak) = memory["columns_a"], memory["eager"]
+    text = "hold {} MiB, dense {}, and peak at {:,} MiB, dense at {}."
+    yield text, held, dense_held, peak, dense_peak
     yield "above {:.1f} times the limit it goes back", limit("kCudaTrainingBack")
     yield "Above {:.1f} times the limit all go back", limit("kCudaTrainingBack")
     yield "counts for at most {} the limit", {2.0: "twice"}[limit("kCudaTrainingCounts")]
@@ -873,6 +908,12 @@ def cuda_design() -> Entries:
         yield text, *(speedup(block(MAIN, 16_384, l0, **{"pass": direction})) for l0 in (30, 120))
     decode = row(MAIN, bench="generate", batch=1, inductor_pdl=False)
     generated = decode["sparse_tokens_per_s"] / decode["dense_tokens_per_s"]
+    found, times = of_columns("5.8", 16_384)
+    text = "{:.2f} at {:.1f} % active and a union of {:.0f} %, T = 16,384; with the count term"
+    yield text, times, 100 * found["density"], 100 * found["unions"]["128"]
+    layer = [row(CUDA_EXPERTS, hidden=2048, tokens=tokens, requested_l0=614.4) for tokens in (1, 16, 64)]
+    text = "layer, {:.0f} % active: {:.2f}, {:.2f} and {:.2f} at 1, 16 and 64 tokens"
+    yield text, 100 * layer[0]["density"], *(of["compiled_ms"] / of["sparse_ms"] for of in layer)
     yield "decode step {:.2f}, `generate` {:.2f}", speedup(decode, "step_ms"), generated
     models = row(MAIN, bench="prefill"), row(MAIN, bench="train", commit="ebf9822")
     yield "prefill {:.2f}, training {:.2f} |", *(speedup(model) for model in models)
@@ -902,6 +943,16 @@ def experts() -> Entries:
             of["sparse_ms"],
             of["grouped_mm_ms"] / of["sparse_ms"],
         )
+
+    for both in zip(*(rows(CUDA_EXPERTS, hidden=hidden) for hidden in (2048, 4096)), strict=True):
+        text = f"| {{}} |{' {:.1f} % | {:.0f} µs | {:.0f} µs | {:.2f}x |' * 2}"
+        shown = [
+            (100 * of["density"], 1000 * of["compiled_ms"], 1000 * of["sparse_ms"], of["compiled_ms"] / of["sparse_ms"])
+            for of in both
+        ]
+        yield text, both[0]["tokens"], *shown[0], *shown[1]
+    (tokens, most), _ = limit("kCudaExpertLimits")
+    yield "for up to {} tokens where at most {:.0f} % are active", tokens, 100 * most
 
 
 def quotes() -> dict[str, list[Quote]]:

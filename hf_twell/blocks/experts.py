@@ -62,16 +62,19 @@ class SparseExperts(SparseBlock):
         key = key_of(x, gate_up[0, :width], down[0], asked=asked)
         if getattr(self, "_is_expert_parallel", False) or (problem(key) and not asked):  # asked for, they say it
             return False
+        if look and x.is_cuda and torch.cuda.is_current_stream_capturing():
+            self.twell_state.captured = True  # whichever way it goes: the graph holds down_proj's address
         if key.device == "cpu":
             key = key._replace(tokens=-(-index.numel() // len(index.unique())))  # of an expert, on average
         elif not (asked or (takes_experts(key, index.numel(), len(down)) and max_experts_density(key) > 0)):
             return False
         recent = self.twell_state.pairs
-        if look:
-            if key.device == "cpu" or not asked:
-                recent.look(x, index, gate_up)
+        if look and (key.device == "cpu" or not asked):
+            recent.look(x, index, gate_up)
+        taken = choose_experts(key, Activity(recent.density)) == "kernels"
+        if look and (taken or key.device == "cpu"):
             settle_down(self, down, x, recent.density, "kCpuRowsAbove")
-        return choose_experts(key, Activity(recent.density)) == "kernels"
+        return taken
 
     def _with_term(self, l1: L1Inputs, x: torch.Tensor, index: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         form = self.twell.form

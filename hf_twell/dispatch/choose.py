@@ -56,7 +56,7 @@ def faster(key: CallKey, activity: Activity) -> bool:
         return activity.union <= most
     if activity.density is None:
         return not too_small(key)
-    if columns_pay(key, activity):
+    if _trains_by_union(key, activity):
         return True
     most = max_density(key, activity.on_kernels)
     if activity.union is not None and activity.density > most and goes_by_union(key, activity.density):
@@ -98,7 +98,7 @@ def choose_experts(key: CallKey, activity: Activity) -> Way:
 
 def max_experts_density(key: CallKey) -> float:
     """Density up to which a GPU's kernels of a layer's routed experts are faster than plain matmuls; 0: at none."""
-    return _row("kCudaExpertLimits", key.tokens)[1]
+    return _row("kCudaExpertLimits", key.tokens)[1] if key.capability == HOPPER else 0.0  # others: not measured
 
 
 def takes_experts(key: CallKey, pairs: int, experts: int) -> bool:
@@ -122,19 +122,24 @@ def max_union(key: CallKey) -> float | None:
 
 
 def columns_pay(key: CallKey, activity: Activity) -> bool:
-    """Whether training by kernels that keep columns is faster than plain matmuls, and where pairs are too, than these.
+    """Whether a block trains fastest by kernels that keep columns: than by plain matmuls, and than by pairs.
 
-    A block does so by a capacity of F: see `hf_twell.ops.ffn`.
+    It does so by a capacity of F: see `hf_twell.ops.ffn`.
 
     Source: kernels/twell_cuda/LOG.md, "Columns".
     """
+    if not _trains_by_union(key, activity):
+        return False
+    _, _, pairs = _row("kCudaTrainingUnionLimits", key.tokens)
+    return activity.union <= pairs + limit("kCudaColumnsDensity") * activity.density
+
+
+def _trains_by_union(key: CallKey, activity: Activity) -> bool:
+    """Whether neighbours share so much that training by columns is faster than plain matmuls, whatever pairs are."""
     if key.device != "cuda" or not key.training or activity.union is None or activity.density is None:
         return False
-    back = limit("kCudaTrainingBack") if activity.on_kernels else 1.0
-    if activity.union > _row("kCudaTrainingUnionLimits", key.tokens)[1] * back:
-        return False
-    few_pairs = activity.union > limit("kCudaColumnsUnion") + limit("kCudaColumnsDensity") * activity.density
-    return not few_pairs or activity.density > max_density(key, activity.on_kernels)
+    _, most, _ = _row("kCudaTrainingUnionLimits", key.tokens)
+    return activity.union <= most * (limit("kCudaTrainingBack") if activity.on_kernels else 1.0)
 
 
 def _size(key: CallKey, medium: str) -> int:

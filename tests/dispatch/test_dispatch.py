@@ -20,6 +20,7 @@ from hf_twell.dispatch.choose import (
     choices_by_tokens,
     choose,
     choose_experts,
+    columns_pay,
     highest_alike,
     max_density,
     max_density_of_size,
@@ -588,6 +589,24 @@ def test_the_mark_of_constants_is_torch_compilers():
     assert vars(assume_constant_result(lambda: 1)) == vars(marked)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "density", "union", "expected"),
+    [
+        (16_384, 0.0364, 0.181, "columns"), (16_384, 0.0586, 0.293, "columns"), (16_384, 0.0957, 0.458, "columns"),
+        (4096, 0.036, 0.181, "pairs"), (4096, 0.058, 0.297, "pairs"), (4096, 0.095, 0.459, "dense"),
+        (16_384, 0.005, 0.229, "pairs"), (16_384, 0.02, 0.505, "pairs"), (16_384, 0.05, 0.73, "dense"),
+        (2048, 0.036, 0.181, "dense"),
+    ],
+)  # fmt: skip
+def test_training_on_a_gpu_goes_the_way_that_was_measured_to_be_fastest(tokens, density, union, expected):
+    """The rows of kernels/twell_cuda/LOG.md, "Columns" and "Weights' gradients"; nothing was measured at 2,048."""
+    key = CallKey("cuda", "9.0", BF16, BF16, tokens, 2048, 5632, training=True)
+    activity = Activity(density, union=union)
+    taken = "dense" if choose(key, activity) != "kernels" else "columns" if columns_pay(key, activity) else "pairs"
+    assert taken == expected
+    assert not columns_pay(key._replace(training=False), activity)
+
+
 def test_experts_on_a_gpu_go_by_their_own_limits():
     key = CallKey("cuda", "9.0", BF16, BF16, 64, 2048, 768)
     for tokens, density in itertools.product(TOKENS, (None, *DENSITIES)):
@@ -598,6 +617,8 @@ def test_experts_on_a_gpu_go_by_their_own_limits():
         assert choose_experts(call._replace(asked=True), Activity(density)) == "kernels"
     pairs, experts = limit("kCudaExpertPairs"), limit("kCudaExperts")
     assert takes_experts(key, pairs, experts)
+    assert max_experts_density(key) > 0.0917, "measured up to there"
+    assert max_experts_density(key._replace(tokens=65)) == max_experts_density(key._replace(capability="8.0")) == 0.0
     for call, *sizes in (
         (key, pairs + 1, experts),
         (key, pairs, experts + 1),

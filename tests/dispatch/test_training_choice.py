@@ -162,11 +162,11 @@ def test_copies_and_pickles_start_anew():
 
 @pytest.mark.parametrize(
     ("union", "kinds", "by_columns", "dense"),
-    [(0.3, 3, True, False), (0.15, 1, True, False), (0.5, 2, False, True), (0.3, 1, False, False)],
+    [(0.3, 3, True, False), (0.15, 1, True, False), (0.5, 3, False, True), (0.36, 1, False, False)],
 )
 def test_blocks_whose_neighbours_share_train_by_columns(monkeypatch, union, kinds, by_columns, dense):
-    """Up to a union; and of a density at which pairs pay, only where columns are faster than these."""
-    numbers = {"kCudaTrainingUnionLimits": ((math.inf, 0.4),), "kCudaColumnsUnion": 0.1, "kCudaColumnsDensity": 8.0}
+    """Up to a union; and by pairs, also above the limit of density, where these are faster than columns."""
+    numbers = {"kCudaTrainingUnionLimits": ((math.inf, 0.4, 0.1),), "kCudaColumnsDensity": 8.0}
     for name, number in numbers.items():
         monkeypatch.setitem(limits.read(), name, number)
     run, neurons = Run(), torch.arange(INTERMEDIATE)[:, None]

@@ -241,7 +241,7 @@ def test_blocks_take_them_where_they_are_asked_for(tokens):
     x, share = inputs_of(tokens, 4, 256, torch.bfloat16)
     index = routing("spread", tokens, 32, 4)
     assert asked.takes_kernels(x, index)
-    assert not auto.takes_kernels(x, index), "nothing was timed yet"
+    assert not auto.takes_kernels(x, index), "its density is not known yet"
     assert torch.equal(auto(x, index, share), stock(x, index, share))
     y = asked(x, index, share)
     assert_exact(y, x, index, share, stock.gate_up_proj, stock.down_proj)
@@ -271,6 +271,28 @@ def test_blocks_go_by_what_they_have_sampled(monkeypatch, most, taken):
     assert block.takes_kernels(x, index) == taken
     assert_exact(block(x, index, share), x, index, share, block.gate_up_proj, block.down_proj)
     torch.testing.assert_close(block(x, index, share), y)
+
+
+@torch.no_grad()
+def test_a_graph_keeps_down_proj_where_it_lies():
+    """A call of so many tokens goes by matmuls; a later one of few would give down_proj other memory."""
+    block = block_of("auto")
+    x, share = inputs_of(300, 4, 256, torch.bfloat16)
+    index = routing("spread", 300, 32, 4)
+    expected = block(x, index, share)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = block(x, index, share)
+    address = block.down_proj.data_ptr()
+    for _ in range(3):
+        few = block(x[:16], index[:16], share[:16])
+        torch.cuda.synchronize()
+    assert block.takes_kernels(x[:16], index[:16])
+    assert_exact(few, x[:16], index[:16], share[:16], block.gate_up_proj, block.down_proj)
+    assert block.down_proj.data_ptr() == address
+    y.fill_(math.nan)
+    graph.replay()
+    assert torch.equal(y, expected)
 
 
 def test_what_it_does_not_take():
