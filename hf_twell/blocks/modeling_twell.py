@@ -69,6 +69,8 @@ class TwellConfig(StockConfig):
     def __post_init__(self, **settings: Any) -> None:
         settings.pop("model_type", None)
         super().__post_init__(**settings)
+        if "twell" in settings:  # AutoModelForCausalLM takes the text model's config alone of one that sees
+            self.get_text_config().twell = settings["twell"]
         register_models(type(self))
 
     @classmethod

@@ -285,7 +285,9 @@ def test_of_a_model_that_sees_the_text_model_is_taken(form, tmp_path, caplog):
     assert type(loaded) is (modeling_twell.twell_class(stock) if form == "sparse" else stock)
     assert torch.equal(outputs(loaded), outputs(twin))
     if form == "sparse":
-        assert len(sparse_ffns(sparsify(loaded))) == 1
+        plain = tf.AutoModelForCausalLM.from_pretrained(tmp_path)
+        assert plain.config.twell == loaded.config.twell == model.config.twell
+        assert len(sparse_ffns(sparsify(loaded))) == len(sparse_ffns(sparsify(plain))) == 1
     assert (
         f"{tmp_path} sees, too; its text model alone is taken, as a {type(loaded).__name__}. For the whole of it give "
         "a model that AutoModelForImageTextToText loads to hf_twell.sparsify, from Python"

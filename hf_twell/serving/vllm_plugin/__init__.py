@@ -8,6 +8,7 @@ before one is loaded.
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 # Of a `model_type` of this package's own, each "Twell" before the stock one, which vLLM has or has not.
@@ -29,11 +30,28 @@ def register() -> None:
     for name in OWN_ARCHITECTURES:
         stock = name.removeprefix("Twell")
         if stock not in ModelRegistry.get_supported_archs() or (name in MIXTURES and not exchanges_experts()):
-            continue  # vLLM then says that it does not know the model
+            # vLLM then says that it does not know the model; but of a text model it takes the one that sees, if we
+            # have registered that, so what verifies its config says it.
+            MODELS_CONFIG_MAP[name] = Refused
+            continue
         module = "experts" if name in MIXTURES else "hybrid"
         ModelRegistry.register_model(name, f"hf_twell.serving.vllm_plugin.{module}:Sparse{stock}")
         if stock in MODELS_CONFIG_MAP:  # what vLLM sets of its own for this architecture
             MODELS_CONFIG_MAP[name] = MODELS_CONFIG_MAP[stock]
+
+
+class Refused:
+    """Verifies, for vLLM, the config of a model of our own type whose stock model vLLM lacks."""
+
+    @staticmethod
+    def verify_and_update_model_config(model_config: Any) -> None:
+        raise ValueError(lacking(model_config.architecture, model_config.hf_config.model_type))
+
+
+def lacking(name: str, kind: str) -> str:
+    """That the vLLM here lacks the stock model of one of our own: of `OWN_ARCHITECTURES`, and its `model_type`."""
+    stock = name.removeprefix("Twell")
+    return f"the vLLM here has no {stock}, from which the plugin of hf_twell makes {kind}; vLLM 0.32 has"
 
 
 def exchanges_experts() -> bool:
