@@ -419,8 +419,8 @@ def readme() -> Entries:
     shared = [row(UNIONS, tokens=16_384, requested_l0=327)]
     blocks = map(speedup, [block(FEW, 1, 300), block(FEW, 16, 300), *shared])
     pairs = [each for load, one in zip(loads, blocks, strict=True) for each in (ratio(qwen_steps(*load)), one)]
-    text = f"neighbours share | {NONE} | {{:.0f}} % |{' {:.2f} / {:.2f} |' * 3} {{:.2f}} / {NONE} |"
-    yield text, qwen_shared()[2], *pairs, qwen_training()
+    text = f"neighbours share | {NONE} | {{:.0f}} % |{' {:.2f} / {:.2f} |' * 4}"
+    yield text, qwen_shared()[2], *pairs, qwen_training(), of_columns("5.8", 16_384)[1]
     (coder,) = (each["written_first_64"] for each in rows(QWEN, run="parent") if "written_first_64" in each)
     yield "The parent solves {:.0f} % of the first 64", 100 * coder["humaneval_instruct"]["pass@1,create_test"]["value"]
     losses = (
