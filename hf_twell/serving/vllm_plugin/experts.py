@@ -1,7 +1,7 @@
 """vLLM's mixtures of experts, of a `model_type` of our own: ReLU in the routed experts, and on a CPU by kernels.
 
 What is used of vLLM is what 0.32 has: a MoE layer with `routed_experts`, whose method computes them from two parameters
-of all experts, and may be exchanged. 0.26 has another layer.
+of all experts, and may be exchanged. By its source 0.26 has it on GPUs, where this has not run.
 """
 
 from typing import Any
