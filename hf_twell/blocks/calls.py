@@ -20,6 +20,7 @@ from hf_twell.blocks.operands import OWN_FORWARDS, Operands, first_of, quantizes
 from hf_twell.dispatch.activity import UNKNOWN, Activity, RecentInputs
 from hf_twell.dispatch.choose import (
     Way,
+    choice_for,
     choices_by_tokens,
     choose,
     goes_by_union,
@@ -255,6 +256,7 @@ def store_density(
     unknown = [None] * len(density or ())
     of_64, of_128 = ((unions or {}).get(run, unknown) for run in ("64", "128"))
     known = dict(enumerate(zip(density or (), of_64, of_128, strict=True)))
+    settings, layers = [], []
     for ffn in ffns:
         ffn.twell.activity = known.get(ffn.twell.place)
         ffn.twell.choices = ffn.twell.choices_elsewhere = None
@@ -265,9 +267,11 @@ def store_density(
             kind = getattr(down.weight, "qdata", down.weight).dtype
             weights = kind if kind in EIGHT_BIT else torch.bfloat16
             key = CallKey("cuda", HOPPER, torch.bfloat16, weights, 1, down.out_features, down.in_features)
-            stored = Activity(share, union=union)
-            ffn.twell.choices = choices_by_tokens(key, stored)
-            ffn.twell.choices_elsewhere = choices_by_tokens(key._replace(capability="8.0"), stored)
+            settings.append(ffn.twell)
+            layers.append((key, Activity(share, union=union)))
+    elsewhere = [(key._replace(capability="8.0"), stored) for key, stored in layers]
+    for each, here, others in zip(settings, *map(choices_by_tokens, (layers, elsewhere)), strict=True):
+        each.choices, each.choices_elsewhere = here, others
 
 
 def _key(ffn: "SparseFfn", x: torch.Tensor, operands: Operands, reports: bool = False) -> CallKey:
@@ -303,7 +307,9 @@ def _activity(ffn: "SparseFfn", x: torch.Tensor, operands: Operands, key: CallKe
     if key.compiled:  # on a CPU the operator itself follows the density
         if not on_gpu or key.exported:
             return UNKNOWN
-        return Activity(by_tokens=ffn.twell.choices if key.capability == HOPPER else ffn.twell.choices_elsewhere)
+        choices = ffn.twell.choices if key.capability == HOPPER else ffn.twell.choices_elsewhere
+        # One answer: a graph would be guarded by all of a dictionary that an Activity holds.
+        return UNKNOWN if choices is None else Activity(chosen=choice_for(choices, key.tokens))
     calls = sample_weight(key)
     if calls == 0:
         return UNKNOWN

@@ -20,13 +20,13 @@ class Activity(NamedTuple):
     Attributes:
         density: share of (token, neuron) pairs that are active; None: not known.
         on_kernels: whether the block trains by kernels already.
-        by_tokens: what was chosen before, for a graph: see `hf_twell.dispatch.choose.choices_by_tokens`.
+        chosen: what was chosen before, for a graph: whether kernels are faster.
         union: share of neurons that at least one of kNeighbours (128) tokens activates; None: not known.
     """
 
     density: float | None = None
     on_kernels: bool = False
-    by_tokens: dict[float, bool] | None = None
+    chosen: bool | None = None
     union: float | None = None
 
 

@@ -10,6 +10,7 @@ Kernels are exact at every density, so the choice decides nothing but time. What
 
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -50,8 +51,8 @@ def faster(key: CallKey, activity: Activity) -> bool:
     dequantizes = key.device == "cuda" and key.quantize_x and quantizing_problem(key)
     if dequantizes and float(key.capability) >= limit("kCudaFp8Capability"):
         return False  # others' linears use tensor cores for e4m3, which plain matmuls on dequantized weights leave idle
-    if activity.by_tokens is not None:
-        return choice_for(activity.by_tokens, key.tokens)
+    if activity.chosen is not None:
+        return activity.chosen
     if activity.union is not None and (most := max_union(key)) is not None:
         return activity.union <= most
     if activity.density is None:
@@ -219,7 +220,7 @@ def _in_cache(key: CallKey) -> bool:
     return key.hidden * key.width < limit("kCpuCachedElements")
 
 
-def _at_most(tokens: int, most: int) -> bool:
+def _at_most(tokens: int, most: float) -> bool:
     """In a graph, which is guarded by the answer, tokens that depend on data, which no guard may ask, count as few."""
     if not torch.compiler.is_compiling():
         return tokens <= most
@@ -300,34 +301,28 @@ def quantizing_problem(key: CallKey) -> str | None:
 # What is asked once, for calls that cannot ask for themselves
 
 
-def choices_by_tokens(key: CallKey, activity: Activity) -> dict[float, bool] | None:
-    """Whether kernels are faster for so many tokens or fewer, by the rows of a GPU's tables; None where always.
+def choices_by_tokens(layers: Sequence[tuple[CallKey, Activity]]) -> list[dict[float, bool]]:
+    """For each of a model's layers, whether kernels are faster for so many tokens or fewer.
 
-    A compiled graph on a GPU goes by these. It is guarded by them, and not by the activity: layers that go the same way
-    share their code.
+    The numbers of tokens are those at which the choice of any layer changes, and infinity: a graph, which is guarded by
+    the one choice that it reads, is shared by all layers of that choice.
     """
     rows = sorted({row[0] for table in _CUDA_TABLES for row in limit(table)})
-    known = {most: faster(key._replace(tokens=most), activity) for most in rows}
-    return None if all(known.values()) else known
+    known = [{most: faster(key._replace(tokens=most), activity) for most in rows} for key, activity in layers]
+    kept = [most for most, more in itertools.pairwise(rows) if any(each[most] != each[more] for each in known)]
+    return [{most: each[most] for most in (*kept, rows[-1])} for each in known]
 
 
 def choice_for(known: dict[float, bool], tokens: int) -> bool:
     """That of `choices_by_tokens` for so many tokens, a number that a graph may leave open.
 
-    Such a graph is guarded by the nearest numbers at which the choice changes, and by nothing where it never does.
-    Where the number is fixed, the one choice is read. One that depends on data, which no guard may ask, counts as few.
+    One that depends on data, which no guard may ask, counts as few.
     """
-    rows = tuple(known)
-    if not torch.compiler.is_compiling():
-        return next(known[most] for most in rows if tokens <= most)
-    from torch.fx.experimental.symbolic_shapes import guard_or_true, statically_known_true  # Dynamo has imported it
-
-    for most, more in itertools.pairwise(rows):
-        if statically_known_true(tokens > most):
-            continue
-        if statically_known_true(tokens <= most) or (known[most] != known[more] and guard_or_true(tokens <= most)):
+    *ends, last = known
+    for most in ends:
+        if _at_most(tokens, most):
             return known[most]
-    return known[rows[-1]]
+    return known[last]
 
 
 def highest_alike(key: CallKey, activity: Activity) -> Activity:

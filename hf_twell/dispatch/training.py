@@ -66,7 +66,7 @@ class TrainingChoice:
         if key.compiled:
             self._note_trace()
         if key.compiled or x.numel() == 0:
-            return Activity(by_tokens={float("inf"): self.sparse})
+            return Activity(chosen=self.sparse)
         if w_gate._version != self._version and not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
             self._version = w_gate._version
             self._choose(key, x, w_gate, b_gate)

@@ -37,7 +37,7 @@ def long_ids(length: int = 130) -> torch.Tensor:
 def answers_of(model, density) -> list:
     weight = sparse_ffns(model)[0].up_proj.weight
     key = CallKey("cuda", HOPPER, weight.dtype, weight.dtype, 1, *reversed(weight.shape))
-    return [choices_by_tokens(key, Activity(share)) for share in density]
+    return choices_by_tokens([(key, Activity(share)) for share in density])
 
 
 def test_a_density_alone_sets_the_answers():

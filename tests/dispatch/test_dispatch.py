@@ -14,7 +14,7 @@ from hf_twell.bench import workload
 from hf_twell.blocks import calls
 from hf_twell.dispatch import key as dispatch_key
 from hf_twell.dispatch import limits
-from hf_twell.dispatch.activity import UNKNOWN, Activity, RecentInputs, shares_of_runs
+from hf_twell.dispatch.activity import Activity, RecentInputs, shares_of_runs
 from hf_twell.dispatch.choose import (
     choice_for,
     choices_by_tokens,
@@ -331,14 +331,14 @@ def test_what_graphs_and_vllm_store_has_the_answers_of_the_density(size, weights
     key = gpu_key(1, size, weights, quantize_x=quantize_x)._replace(capability=capability)
     stored = gpu_key(1, size, weights)._replace(capability="9.0" if capability == "9.0" else "8.0")
     for activity in (*map(Activity, DENSITIES), *(Activity(0.1, union=union) for union in UNIONS)):
-        known = choices_by_tokens(stored, activity)
-        assert activity.union is not None or (known is None) == (activity.density <= 0.012)
+        [known] = choices_by_tokens([(stored, activity)])
+        assert activity.union is not None or all(known.values()) == (activity.density <= 0.012)
         of_vllm = key._replace(rival="vllm")
         same = highest_alike(of_vllm, activity)
         for tokens in TOKENS:
             eager = choose(key._replace(tokens=tokens), activity) == "kernels"
             traced = key._replace(tokens=tokens, compiled=True)
-            graph = choose(traced, Activity(by_tokens=known) if known else UNKNOWN)
+            graph = choose(traced, Activity(chosen=choice_for(known, tokens)))
             assert eager == (graph == "kernels")
             exact = choose(of_vllm._replace(tokens=tokens), activity)
             assert exact == choose(of_vllm._replace(tokens=tokens), same), (tokens, activity, same)
@@ -466,14 +466,17 @@ def test_a_sample_of_runs_says_what_neighbours_share(tokens):
 
 
 class Chooses(torch.nn.Module):
-    def __init__(self, density, size):
+    def __init__(self, choices):
         super().__init__()
-        self.choices = choices_by_tokens(gpu_key(1, size), Activity(density))
+        self.choices = choices
 
     def forward(self, x):
-        if self.choices is None:
-            return x + 1
         return x + 1 if choice_for(self.choices, x.shape[0] * x.shape[1]) else x - 1
+
+
+def layers_that_choose(densities, size) -> list[Chooses]:
+    """The layers of one model."""
+    return [Chooses(each) for each in choices_by_tokens([(gpu_key(1, size), Activity(d)) for d in densities])]
 
 
 @pytest.mark.slow
@@ -492,7 +495,7 @@ def test_compiled_code_has_a_graph_for_each_answer_in_turn(density, size, change
     """Beside the graph for the first number of tokens, and the one that Dynamo makes for a single token."""
     torch._dynamo.reset()
     graphs = CompileCounter()
-    compiled = torch.compile(Chooses(density, size), backend=graphs, fullgraph=True)
+    compiled = torch.compile(*layers_that_choose([density], size), backend=graphs, fullgraph=True)
     for tokens in (40, 50, 1, 3, 5, 9, 12, 17, 33, 40, 64, 65, 100, 512, 513, 1024, 1025, 2048, 2049, 5000, 40, 1, 65):
         answer = takes(gpu_key(tokens, size), density)
         assert (compiled(torch.zeros(1, tokens)) > 0).all() == answer, tokens
@@ -501,11 +504,13 @@ def test_compiled_code_has_a_graph_for_each_answer_in_turn(density, size, change
 
 @pytest.mark.slow
 def test_layers_of_any_density_share_code_where_they_go_the_same_way():
-    torch._dynamo.reset()
-    graphs = CompileCounter()
-    for density in DENSITIES:
-        torch.compile(Chooses(density, "large"), backend=graphs, fullgraph=True, dynamic=False)(torch.zeros(2, 512))
-    assert graphs.frame_count == 3  # one is of layers that take kernels at every number of tokens
+    layers = layers_that_choose(DENSITIES, "large")
+    for dynamic, shapes in ((False, [(2, 512)]), (True, [(2, 512), (3, 300), (2, 1024), (4, 500)])):  # in two rows
+        torch._dynamo.reset()
+        graphs = CompileCounter()
+        for layer, shape in itertools.product(layers, shapes):
+            torch.compile(layer, backend=graphs, fullgraph=True, dynamic=dynamic)(torch.zeros(shape))
+        assert graphs.frame_count == (4 if dynamic else 2)
 
 
 class Exports(torch.nn.Module):
@@ -528,7 +533,7 @@ def test_tokens_that_no_guard_may_count_are_few():
     x = torch.zeros(4, 100)
     torch._dynamo.decorators.mark_unbacked(x, 1)
     for density, kernels in ((0.05, True), (0.6, False)):
-        compiled = torch.compile(Chooses(density, "large"), backend="eager", fullgraph=True)
+        compiled = torch.compile(*layers_that_choose([density], "large"), backend="eager", fullgraph=True)
         assert (compiled(x) > 0).all() == kernels
 
 

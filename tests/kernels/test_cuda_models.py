@@ -174,6 +174,20 @@ def test_a_compiled_block_makes_a_graph_for_each_answer(density, graphs, at):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
 
 
+@pytest.mark.parametrize(("tokens", "graphs"), [(20, 1), (200, 2)])
+@torch.no_grad()
+def test_compiled_blocks_share_a_graph_where_they_go_the_same_way(tokens, graphs):
+    """Though at other numbers of tokens they go other ways."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = sparse_model(backend="auto")
+    model.config.twell = model.config.twell | {"density": [0.005, 0.1]}
+    for layer in hf_twell.sparsify(model).model.layers:
+        x = torch.randn(1, tokens, 64, device="cuda", dtype=torch.bfloat16)
+        torch.compile(layer.mlp, fullgraph=True, dynamic=False)(x)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+
+
 @torch.no_grad()
 def test_a_compiled_block_that_is_asked_for_kernels_or_knows_no_density_takes_them():
     for backend, density in (("cuda", 0.6), ("auto", None)):
