@@ -1,6 +1,7 @@
 // How the decode kernels are launched, the portable ones and Hopper's.
 #pragma once
 
+#include "common/shared_memory.h"
 #include "decode/plan.h"
 
 namespace twell::decoding {
@@ -18,7 +19,7 @@ cudaError_t launch_decode_kernel(void (*kernel)(Params), const Launch& launch, c
                                  const Kernels& kernels, cudaStream_t stream) {
   cudaError_t error = cudaSuccess;
   if (launch.shared_bytes > 40 * 1024) {  // the rest of 48 may be static
-    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, launch.shared_bytes);
+    error = allow_shared(reinterpret_cast<const void*>(kernel), launch.shared_bytes);
   }
   if (error != cudaSuccess) return error;
   cudaLaunchAttribute attributes[3]{};

@@ -35,7 +35,7 @@ struct Inputs {
     const int64_t stride = halves ? gate.stride(0) : padded;
     return {dtype_of(gate), tokens, static_cast<int>(padded), stride, gate.const_data_ptr(), pointer(up)};
   }
-  Tensor rows() const { return torch::stable::new_empty(gate, {tokens, padded}); }
+  Tensor rows() const { return allocated(gate, {tokens, padded}); }
   Tensor cut(const Tensor& rows, const Tensor& like) const {
     Tensor whole = rows;
     if (padded != width) whole = as_contiguous(torch::stable::narrow(whole, 1, 0, width));
@@ -45,7 +45,7 @@ struct Inputs {
 
 Tensor activate(Tensor gate, MaybeTensor up, MaybeTensor, MaybeTensor, MaybeTensor, MaybeTensor) {
   const torch::stable::accelerator::DeviceGuard guard(gate.get_device_index());
-  if (gate.numel() == 0) return torch::stable::new_empty(gate, gate.sizes());
+  if (gate.numel() == 0) return allocated(gate, gate.sizes());
   const Inputs inputs(gate, up, true);
   Tensor h = inputs.rows();
   const int device = gate.get_device_index();
@@ -58,9 +58,9 @@ std::tuple<Tensor, Tensor, Tensor> activate_backward(Tensor grad_h, Tensor gate,
                                                      MaybeTensor token_weight, bool reports, MaybeTensor count_scale) {
   const torch::stable::accelerator::DeviceGuard guard(gate.get_device_index());
   const int64_t width = gate.size(gate.dim() - 1);
-  const auto empty = [&] { return torch::stable::new_empty(gate, {0}); };
+  const auto empty = [&] { return allocated(gate, {0}); };
   if (gate.numel() == 0) {
-    return {torch::stable::new_empty(gate, gate.sizes()), up ? torch::stable::new_empty(gate, gate.sizes()) : empty(),
+    return {allocated(gate, gate.sizes()), up ? allocated(gate, gate.sizes()) : empty(),
             torch::stable::new_zeros(gate, {reports ? 1 + width : 0}, ScalarType::Float)};
   }
   const Inputs inputs(gate, up, false);
@@ -68,7 +68,7 @@ std::tuple<Tensor, Tensor, Tensor> activate_backward(Tensor grad_h, Tensor gate,
   const Tensor dh = prepared(grad_h, inputs.padded);
   Tensor grad_gate = inputs.rows(), grad_up = up ? inputs.rows() : empty();
   // The report has room for padded neurons, which are never active.
-  Tensor report = torch::stable::new_empty(gate, {reports ? 1 + inputs.padded : 0}, ScalarType::Float);
+  Tensor report = allocated(gate, {reports ? 1 + inputs.padded : 0}, ScalarType::Float);
   Tensor partials = bytes_like(gate, reports ? activation_partial_bytes(a) : 0);
   const MaybeTensor weight = as_contiguous(token_weight);
   const Terms terms{fp32_pointer(l1_scale), fp32_pointer(count_scale), fp32_pointer(weight),

@@ -15,10 +15,8 @@ struct Output {
   Tensor rows;
 
   Output(const Tensor& like, bool want, int64_t count, int64_t columns)
-      : wanted(want),
-        rows(torch::stable::new_empty(like, want ? std::vector<int64_t>{count, columns} : std::vector<int64_t>{0})) {}
-  Output(const Tensor& like, bool want, int64_t count)
-      : wanted(want), rows(torch::stable::new_empty(like, {want ? count : 0})) {}
+      : wanted(want), rows(allocated(like, want ? std::vector<int64_t>{count, columns} : std::vector<int64_t>{0})) {}
+  Output(const Tensor& like, bool want, int64_t count) : wanted(want), rows(allocated(like, {want ? count : 0})) {}
   void* pointer() { return wanted ? rows.mutable_data_ptr() : nullptr; }
   void zero() { torch::stable::zero_(rows); }
   // Without the padding.
@@ -70,7 +68,7 @@ Seven ffn_backward(Tensor grad_y, Tensor state, Tensor x, Tensor w_up, Tensor w_
     const Tensor rows = grad_down.cut(hidden);
     down = w_down.stride(0) == 1 ? torch::stable::transpose(rows, 0, 1) : transposed(rows, Start::kAfter);
   }
-  Tensor b_down = torch::stable::new_empty(x, {0});
+  Tensor b_down = allocated(x, {0});
   if (wants(kBiasDown)) {
     const std::vector<int64_t> sizes{tokens, hidden}, over{0};
     b_down = torch::stable::sum(torch::stable::reshape(as_contiguous(grad_y), sizes), over);

@@ -58,7 +58,7 @@ Tensor compute(Tensor x, Tensor index, Tensor share, Tensor w_gate, Tensor w_up,
   const Tensor from = prepared(x, padded), ids = as_contiguous(index), shares = as_contiguous(share);
   const Tensor gate = expert_rows(w_gate, padded, false), up = expert_rows(w_up, padded, false);
   const Tensor down = expert_rows(torch::stable::transpose(w_down, 1, 2), padded, true);
-  Tensor y = torch::stable::new_empty(x, {tokens, padded});
+  Tensor y = allocated(x, {tokens, padded});
   Experts e{};
   e.dtype = dtype_of(x);
   e.tokens = static_cast<int>(tokens), e.top_k = static_cast<int>(index.size(1));

@@ -17,12 +17,12 @@ Tensor dense(const Tensor& x, const Tensor& w_up, const Tensor& w_down, const Ma
 // Lets `compute` fill y (T, padded D); returns it in x's shape.
 template <typename Compute>
 Tensor computed(const Tensor& x, const Operands& operands, Compute compute) {
-  Tensor y = torch::stable::new_empty(x, x.sizes());
+  Tensor y = allocated(x, x.sizes());
   if (operands.padded == operands.hidden) {
     compute(y.mutable_data_ptr());
     return y;
   }
-  Tensor y_TD = torch::stable::new_empty(x, {operands.tokens, operands.padded});
+  Tensor y_TD = allocated(x, {operands.tokens, operands.padded});
   compute(y_TD.mutable_data_ptr());
   Tensor rows = torch::stable::view(y, std::vector<int64_t>{operands.tokens, operands.hidden});
   torch::stable::copy_(rows, torch::stable::narrow(y_TD, 1, 0, operands.hidden));
@@ -59,7 +59,7 @@ Tensor sparse(const Tensor& x, const Operands& operands, bool quantize_x = false
 std::tuple<Tensor, Tensor, Tensor> train(const Tensor& x, const Operands& operands, const MaybeTensor& token_weight,
                                          bool tally, int64_t capacity) {
   Ffn ffn = operands.ffn();
-  Tensor report = torch::stable::new_empty(x, {tally ? 1 + operands.width : 0}, ScalarType::Float);
+  Tensor report = allocated(x, {tally ? 1 + operands.width : 0}, ScalarType::Float);
   Tensor state = bytes_like(x, sm90_state_bytes(ffn, capacity)),
          workspace = bytes_like(x, sm90_training_bytes(ffn, capacity));
   const MaybeTensor weight = as_contiguous(token_weight);
@@ -77,7 +77,7 @@ std::tuple<Tensor, Tensor, Tensor> train(const Tensor& x, const Operands& operan
 
 Tensor evaluate(const Tensor& x, const Tensor& w_up, const Tensor& w_down, const MaybeTensor& w_gate,
                 const MaybeTensor& b_up, const MaybeTensor& b_down, const MaybeTensor& b_gate) {
-  if (x.numel() == 0) return torch::stable::new_empty(x, x.sizes());
+  if (x.numel() == 0) return allocated(x, x.sizes());
   if (!has_kernels(dtype_of(x))) return dense(x, w_up, w_down, w_gate, b_up, b_down, b_gate);
   return sparse(x, Operands(x, w_up, w_down, w_gate, b_up, b_down, b_gate));
 }

@@ -28,7 +28,7 @@ std::tuple<Tensor, Tensor> add_and_norm(Tensor x, Tensor residual, Tensor weight
     throw std::runtime_error("hf_twell::add_rms_norm takes tensors of one GPU");
   }
   const Tensor from = prepared(x, columns), added = prepared(residual, columns), scale = prepared(weight, columns);
-  Tensor y = torch::stable::new_empty(x, x.sizes()), sum = torch::stable::new_empty(x, x.sizes());
+  Tensor y = allocated(x, x.sizes()), sum = allocated(x, x.sizes());
   const AddRmsNorm norm{dtype_of(from),
                         rows,
                         static_cast<int>(columns),

@@ -10,6 +10,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <limits>
@@ -47,6 +48,24 @@ Tensor aten(const char* name, const char* overload, const Args&... args) {
   std::array<StableIValue, sizeof...(Args)> stack{torch::stable::detail::from(args)...};
   STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(name, overload, stack.data(), TORCH_ABI_VERSION));
   return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
+// A new contiguous tensor where `like` is. torch::stable::new_empty looks its operator up by name and boxes its
+// arguments in each call, which takes the host as long as a launch.
+inline Tensor allocated(const Tensor& like, torch::headeronly::IntHeaderOnlyArrayRef sizes,
+                        std::optional<ScalarType> type = std::nullopt) {
+  int32_t device_type = 0, dtype = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &dtype));
+  if (type) dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(*type));
+  std::vector<int64_t> strides(sizes.size());
+  int64_t stride = 1;
+  for (size_t i = sizes.size(); i-- > 0; stride *= std::max<int64_t>(sizes[i], 1)) strides[i] = stride;
+  AtenTensorHandle out = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(),
+                                                         strides.data(), dtype, device_type, like.get_device_index(),
+                                                         &out));
+  return Tensor(out);
 }
 
 inline Tensor linear(const Tensor& x, const Tensor& weight, const MaybeTensor& bias) {
@@ -132,7 +151,7 @@ inline Transposition transposition(const Tensor& matrix, Tensor& out) {
 // As a contiguous one; of 2-byte elements, for which PyTorch's copy takes five times as long, by our kernel.
 inline Tensor transposed(const Tensor& matrix, Start start) {
   if (!transposable(matrix)) return as_contiguous(torch::stable::transpose(matrix, 0, 1));
-  Tensor out = torch::stable::new_empty(matrix, {matrix.size(1), matrix.size(0)});
+  Tensor out = allocated(matrix, {matrix.size(1), matrix.size(0)});
   check_launch(transpose(transposition(matrix, out), start, current_stream(matrix.get_device_index())), "transpose");
   return out;
 }
@@ -147,7 +166,7 @@ struct Down {
     const bool padless = w_down.size(0) == padded;
     if (padless && w_down.stride(0) == 1 && w_down.stride(1) == padded && aligned(w_down)) return;
     if (training && padless && transposable(w_down)) {
-      rows = torch::stable::new_empty(w_down, {w_down.size(1), padded});
+      rows = allocated(w_down, {w_down.size(1), padded});
       later = transposition(w_down, rows);
     } else {
       rows = prepared(transposed(w_down, Start::kAlone), padded);
@@ -161,9 +180,7 @@ inline MaybeTensor as_contiguous(const MaybeTensor& tensor) {
 // Of a contiguous float32 tensor, to which hf_twell/ops/api.py has cast it.
 inline const float* fp32_pointer(const MaybeTensor& tensor) { return static_cast<const float*>(pointer(tensor)); }
 
-inline Tensor bytes_like(const Tensor& tensor, int64_t bytes) {
-  return torch::stable::new_empty(tensor, {bytes}, ScalarType::Byte);
-}
+inline Tensor bytes_like(const Tensor& tensor, int64_t bytes) { return allocated(tensor, {bytes}, ScalarType::Byte); }
 
 // Of 8-bit weights: float32, one for each row. None where weights are of the call's own type.
 struct Scales {
@@ -175,7 +192,7 @@ inline Tensor dequantized(const Tensor& matrix, Factors of_rows, Factors of_colu
   const bool by_column = matrix.stride(0) == 1 && matrix.stride(1) == matrix.size(0);
   const Tensor rows = by_column ? torch::stable::transpose(matrix, 0, 1) : as_contiguous(matrix);
   if (by_column) std::swap(of_rows, of_columns);
-  Tensor out = torch::stable::new_empty(rows, {rows.size(0), rows.size(1)}, type);
+  Tensor out = allocated(rows, {rows.size(0), rows.size(1)}, type);
   const Dequantization work{rows.const_data_ptr(), dtype_of(rows), rows.size(0), rows.size(1), of_rows, of_columns,
                             out.mutable_data_ptr()};
   check_launch(dequantize(work, dtype_of(out), current_stream(matrix.get_device_index())), "dequantize");
@@ -186,7 +203,7 @@ inline Tensor dequantized(const Tensor& matrix, Factors of_rows, Factors of_colu
 inline MaybeTensor divided(const MaybeTensor& bias, const Tensor& scales) {
   if (!bias) return std::nullopt;
   const Tensor from = as_contiguous(*bias);
-  Tensor out = torch::stable::new_empty(from, from.sizes());
+  Tensor out = allocated(from, from.sizes());
   check_launch(
       divide_by_mantissas(from.const_data_ptr(), static_cast<const float*>(scales.const_data_ptr()), from.numel(),
                           out.mutable_data_ptr(), dtype_of(from), current_stream(from.get_device_index())),

@@ -7,6 +7,7 @@
 // operations.
 #pragma once
 
+#include "common/shared_memory.h"
 #include "portable/chunk.h"
 #include "portable/primitives.cuh"
 
@@ -193,7 +194,7 @@ __device__ __forceinline__ void walk_tiles(Work& work, uint32_t shared) {
 template <class Shape, class Kernel>
 cudaError_t launch_persistent(Kernel kernel, int64_t most_tiles, int bytes, const Chunk& chunk, const Device& device,
                               cudaStream_t stream) {
-  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  const cudaError_t error = allow_shared(reinterpret_cast<const void*>(kernel), bytes);
   if (error != cudaSuccess) return error;
   const bool two = Shape::kColumns == Narrow::kColumns && has_deep_shared_memory(device);
   const int64_t resident = device.sm_count * (two ? 2 : 1);

@@ -3,6 +3,8 @@
 
 #include <cuda_runtime.h>
 
+#include "common/shared_memory.h"
+
 #define TWELL_RETURN_IF_ERROR(...)            \
   do {                                        \
     const cudaError_t error_ = (__VA_ARGS__); \
@@ -17,7 +19,7 @@ namespace twell::sm90 {
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch_with_carveout(int carveout, void (*kernel)(Parameters...), int grid, int threads, int cluster,
                                  int shared_bytes, cudaStream_t stream, const Arguments&... arguments) {
-  TWELL_RETURN_IF_ERROR(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes));
+  TWELL_RETURN_IF_ERROR(allow_shared(reinterpret_cast<const void*>(kernel), shared_bytes));
   cudaLaunchAttribute attributes[3]{};
   int count = 1;
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
