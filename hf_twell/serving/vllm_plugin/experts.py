@@ -1,4 +1,4 @@
-"""vLLM's mixtures of experts, of a `model_type` of our own: ReLU in the routed experts, by kernels where they are faster.
+"""vLLM's mixtures of experts, of a `model_type` of our own: ReLU in the experts, by kernels where these are faster.
 
 What is used of vLLM is alike in 0.26 (by its source, on GPUs) and 0.32: a MoE layer with `routed_experts`, whose method
 computes them from two parameters of all experts, and may be exchanged.
