@@ -606,7 +606,8 @@ def backends() -> Entries:
     yield "{:.1f} % up to 2,048; {:.1f} % up to 8,192; {:.1f} % above", *training
     yield "a union of {:.0f} % from {:,} tokens on, {:.0f} % from {:,}, {:.0f} % from {:,}", *training_unions()
     ((tokens, most), _) = limit("kCudaExpertLimits")
-    yield "9.0: {:.0f} % up to {} tokens an expert", 100 * most, tokens
+    text = "9.0: {:.0f} % up to {} tokens an expert on average, and {:,} pairs"
+    yield text, 100 * most, tokens, limit("kCudaExpertPairs")
     on_cpu, with_amx = ([100 * most for _, most in limit(name)[1:]] for name in ("kCpuLimits", "kCpuLimitsAmx"))
     text = "{:.0f} % up to 8; {:.0f} % up to 32; {:.0f} % above, in float32 from 257 on {:.0f} %; {:.0f} % in training"
     yield text, *on_cpu, 100 * limit("kCpuLimitsFloat32")[-1][1], 100 * limit("kCpuTrainingMaxDensity")
