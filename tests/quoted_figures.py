@@ -606,7 +606,8 @@ def backends() -> Entries:
     yield "{:.1f} % up to 2,048; {:.1f} % up to 8,192; {:.1f} % above", *training
     yield "a union of {:.0f} % from {:,} tokens on, {:.0f} % from {:,}, {:.0f} % from {:,}", *training_unions()
     ((tokens, most), _) = limit("kCudaExpertLimits")
-    yield "9.0: {:.0f} % up to {} tokens", 100 * most, tokens
+    text = "9.0: {:.0f} % up to {} tokens an expert on average, and {:,} pairs"
+    yield text, 100 * most, tokens, limit("kCudaExpertPairs")
     on_cpu, with_amx = ([100 * most for _, most in limit(name)[1:]] for name in ("kCpuLimits", "kCpuLimitsAmx"))
     text = "{:.0f} % up to 8; {:.0f} % up to 32; {:.0f} % above, in float32 from 257 on {:.0f} %; {:.0f} % in training"
     yield text, *on_cpu, 100 * limit("kCpuLimitsFloat32")[-1][1], 100 * limit("kCpuTrainingMaxDensity")
@@ -953,7 +954,8 @@ def experts() -> Entries:
         ]
         yield text, both[0]["tokens"], *shown[0], *shown[1]
     (tokens, most), _ = limit("kCudaExpertLimits")
-    yield "for up to {} tokens where at most {:.0f} % are active", tokens, 100 * most
+    text = "where an expert has up to {} tokens on average and at most {:.0f} % are active"
+    yield text, tokens, 100 * most
 
 
 def quotes() -> dict[str, list[Quote]]:

@@ -18,7 +18,7 @@ class SparseExperts(SparseBlock):
     """Mixin put before the class of a layer's experts.
 
     They compute as their own class does, by whichever of Transformers' implementations the model's config names; in
-    evaluation on a CPU by kernels, where that is faster; and with the terms of sparse training by grouped matmuls.
+    evaluation by kernels, where that is faster; and with the terms of sparse training by grouped matmuls.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -64,15 +64,15 @@ class SparseExperts(SparseBlock):
             return False
         if look and x.is_cuda and torch.cuda.is_current_stream_capturing():
             self.twell_state.captured = True  # whichever way it goes: the graph holds down_proj's address
-        if key.device == "cpu":
-            key = key._replace(tokens=-(-index.numel() // len(index.unique())))  # of an expert, on average
-        elif not (asked or (takes_experts(key, index.numel(), len(down)) and max_experts_density(key) > 0)):
+        on_cpu, pairs = key.device == "cpu", index.numel()
+        key = key._replace(tokens=-(-pairs // (len(index.unique()) if on_cpu else len(down))))  # of an expert
+        if not (on_cpu or asked or (takes_experts(key, pairs, len(down)) and max_experts_density(key) > 0)):
             return False
         recent = self.twell_state.pairs
-        if look and (key.device == "cpu" or not asked):
+        if look and (on_cpu or not asked):
             recent.look(x, index, gate_up)
         taken = choose_experts(key, Activity(recent.density)) == "kernels"
-        if look and (taken or key.device == "cpu"):
+        if look and (taken or on_cpu):
             settle_down(self, down, x, recent.density, "kCpuRowsAbove")
         return taken
 

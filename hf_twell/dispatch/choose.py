@@ -81,8 +81,8 @@ def choose_experts(key: CallKey, activity: Activity) -> Way:
     """The fastest way to compute a layer's routed experts: "kernels" or "plain".
 
     Args:
-        key: of one expert's call. On a CPU, whose kernels are called for each expert, with as many tokens as each has
-            on average; on a GPU, whose kernels compute all of them at once, with those of the layer.
+        key: of one expert's call, with as many tokens as each has on average: on a CPU of those that have any, on a
+            GPU, where nobody waits to know them, of all.
 
     Source: kernels/twell_cpu/LOG.md, "Routed experts"; kernels/twell_cuda/LOG.md, "Routed experts".
     """

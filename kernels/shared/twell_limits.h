@@ -144,12 +144,13 @@ constexpr DensityLimits kCudaUnionLimits[] = {
     {kMany, 0.62, 0.82, 0.68},
 };
 // A GPU computes a layer's routed experts at once where its tokens, times the experts that each goes through, and its
-// experts are no more than these; and does so by itself up to a density by tokens. One H200, two shapes, up to 9 %
-// active: 1.5 to 4.4 times compiled grouped matmuls; 20 % is extrapolated. Above 64 tokens nothing was measured.
-constexpr int64_t kCudaExpertPairs = 1024;
+// experts are no more than these; and does so by itself up to a density by the tokens that an expert has on average.
+// One H200, two shapes, up to 9 % active: 1.5 to 4.4 times compiled grouped matmuls; 20 % is extrapolated. Of more than
+// 64 tokens nothing was measured, but an expert of Mixtral's has 16 of these as one of Qwen3's has of 256.
+constexpr int64_t kCudaExpertPairs = 2048;
 constexpr int64_t kCudaExperts = 512;
 constexpr DensityLimit kCudaExpertLimits[] = {
-    {64, 0.2},
+    {16, 0.2},
     {kMany, 0.0},
 };
 // Forward and backward on a GPU, for matrices of every size.

@@ -613,7 +613,7 @@ def test_training_on_a_gpu_goes_the_way_that_was_measured_to_be_fastest(tokens, 
 
 
 def test_experts_on_a_gpu_go_by_their_own_limits():
-    key = CallKey("cuda", "9.0", BF16, BF16, 64, 2048, 768)
+    key = CallKey("cuda", "9.0", BF16, BF16, 16, 2048, 768)
     for tokens, density in itertools.product(TOKENS, (None, *DENSITIES)):
         call = key._replace(tokens=tokens)
         most = max_experts_density(call)
@@ -623,7 +623,7 @@ def test_experts_on_a_gpu_go_by_their_own_limits():
     pairs, experts = limit("kCudaExpertPairs"), limit("kCudaExperts")
     assert takes_experts(key, pairs, experts)
     assert max_experts_density(key) > 0.0917, "measured up to there"
-    assert max_experts_density(key._replace(tokens=65)) == max_experts_density(key._replace(capability="8.0")) == 0.0
+    assert max_experts_density(key._replace(tokens=17)) == max_experts_density(key._replace(capability="8.0")) == 0.0
     for call, *sizes in (
         (key, pairs + 1, experts),
         (key, pairs, experts + 1),

@@ -1,7 +1,7 @@
-"""vLLM's mixtures of experts, of a `model_type` of our own: ReLU in the routed experts, and on a CPU by kernels.
+"""vLLM's mixtures of experts, of a `model_type` of our own: ReLU in the experts, by kernels where these are faster.
 
-What is used of vLLM is what 0.32 has: a MoE layer with `routed_experts`, whose method computes them from two parameters
-of all experts, and may be exchanged. By its source 0.26 has it on GPUs, where this has not run.
+What is used of vLLM is alike in 0.26 (by its source, on GPUs) and 0.32: a MoE layer with `routed_experts`, whose method
+computes them from two parameters of all experts, and may be exchanged.
 """
 
 from typing import Any
@@ -18,9 +18,10 @@ from vllm.model_executor.models.olmoe import OlmoeForCausalLM
 from vllm.model_executor.models.qwen2_moe import Qwen2MoeForCausalLM
 from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
 from vllm.model_executor.models.qwen3_next import Qwen3NextForCausalLM
+from vllm.model_executor.utils import replace_parameter
 
 from hf_twell.dispatch.activity import Activity
-from hf_twell.dispatch.choose import choose_experts
+from hf_twell.dispatch.choose import choose_experts, takes_experts
 from hf_twell.dispatch.key import key_of
 from hf_twell.ops import experts
 from hf_twell.serving.vllm_plugin.models import SparseBlocks
@@ -80,9 +81,11 @@ class SparseQwen3NextForCausalLM(SparseMixture, Qwen3NextForCausalLM):
 
 class ReluExperts(UnquantizedFusedMoEMethod):
     """What a layer's routed experts, vLLM's module `routed` whose weights are not loaded yet, are computed by in place
-    of vLLM's method, which built their parameters: on a GPU by vLLM's own Triton kernels with ReLU between them, on a
-    CPU by an operator of ours, whose kernels are chosen by `activity`. Each rank of tensor parallelism has a part of
-    every expert, and one of expert parallelism all of its own; vLLM sums what they give."""
+    of vLLM's method, which built their parameters: by kernels where `activity` says so, else on a GPU by vLLM's own
+    Triton kernels with ReLU between them, and on a CPU by matmuls. A GPU decides when a CUDA graph is captured, or in
+    each call: vLLM's compiler does not look in here. There down_proj is kept by columns, too, as Triton reads rows.
+    Each rank of tensor parallelism has a part of every expert, and one of expert parallelism all of its own; vLLM sums
+    what they give."""
 
     def __init__(self, routed: nn.Module, activity: Activity, asked: bool) -> None:
         super().__init__(routed.moe_config)
@@ -96,16 +99,32 @@ class ReluExperts(UnquantizedFusedMoEMethod):
             down.data = torch.zeros_like(down.mT, memory_format=torch.contiguous_format).mT
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        if not self.on_cpu:  # there vLLM packs the weights
-            super().process_weights_after_loading(layer)
+        if self.on_cpu:  # where vLLM packs the weights
+            return
+        super().process_weights_after_loading(layer)
+        if self.activity.density != ABOVE_ALL:
+            replace_parameter(layer, "w2_by_column", layer.w2_weight.data.mT.contiguous(), prefer_copy=True)
 
     def forward_native(self, layer, x, topk_weights, topk_ids, shared_experts, shared_experts_input) -> torch.Tensor:
-        if not self.on_cpu:
-            options = {"shared_experts": shared_experts, "shared_experts_input": shared_experts_input}
-            return super().forward_native(layer, x, topk_weights, topk_ids, **options)
-        weights = layer.w13_weight, layer.w2_weight
-        known = self.activity.density, self.activity.union, self.asked
-        return torch.ops.hf_twell_vllm.experts(x, topk_ids, topk_weights, *weights, layer.expert_map, *known)
+        if self.on_cpu:
+            weights = layer.w13_weight, layer.w2_weight
+            known = self.activity.density, self.activity.union, self.asked
+            return torch.ops.hf_twell_vllm.experts(x, topk_ids, topk_weights, *weights, layer.expert_map, *known)
+        if self.takes_kernels(layer, x, topk_ids.numel()):
+            index = topk_ids if layer.expert_map is None else layer.expert_map[topk_ids.long()]  # -1 of another rank's
+            gate, up = layer.w13_weight.chunk(2, dim=1)
+            return torch.ops.hf_twell.experts(x, index, topk_weights, gate, up, layer.w2_by_column.mT)
+        options = {"shared_experts": shared_experts, "shared_experts_input": shared_experts_input}
+        return super().forward_native(layer, x, topk_weights, topk_ids, **options)
+
+    def takes_kernels(self, layer: nn.Module, x: torch.Tensor, pairs: int) -> bool:
+        """Whether a GPU computes a call by kernels, of so many pairs of a token and an expert, of all ranks."""
+        if self.activity.density == ABOVE_ALL:
+            return False
+        down = layer.w2_weight
+        key = key_of(x, layer.w13_weight[0, : down.shape[2]], down[0], asked=self.asked)
+        key = key._replace(tokens=-(-pairs // layer.global_num_experts))  # of an expert, on average
+        return takes_experts(key, pairs, len(down)) and choose_experts(key, self.activity) == "kernels"
 
 
 def triton_with_relu() -> type[modular_kernel.FusedMoEExperts]:
@@ -113,8 +132,7 @@ def triton_with_relu() -> type[modular_kernel.FusedMoEExperts]:
 
     class ReluTritonExperts(TritonExperts):
         def activation(self, activation, output: torch.Tensor, input: torch.Tensor, **options: Any) -> None:
-            gate, up = input.chunk(2, dim=-1)
-            torch.mul(torch.relu(gate), up, out=output)
+            torch.ops._C.fatrelu_and_mul(output, input, 0.0)  # vLLM's own: relu(gate) * up
 
     return ReluTritonExperts
 

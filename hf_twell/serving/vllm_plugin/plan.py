@@ -13,7 +13,7 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
 import hf_twell
 from hf_twell.dispatch.activity import Activity
-from hf_twell.dispatch.choose import dense_dtypes, highest_alike, sizes_problem
+from hf_twell.dispatch.choose import choose_experts, dense_dtypes, highest_alike, sizes_problem
 from hf_twell.dispatch.key import HOPPER, CallKey, device_class
 from hf_twell.dispatch.limits import limit
 from hf_twell.ops import api
@@ -75,6 +75,8 @@ def decide(vllm_config: VllmConfig, places: dict[int, Place], chosen: list[int])
             same, key = known[index], _key(place.block, asked is True)
             if not hasattr(place.block, "routed_experts"):  # whose operator nothing is compiled for
                 same = highest_alike(key, same)
+            elif key.device == "cuda" and choose_experts(key, same) == "plain":
+                same = Activity(ABOVE_ALL)
             # In compiled code what is above all limits is a number.
             shares = [share if share is None else min(share, ABOVE_ALL) for share in (same.density, same.union)]
             if set(shares) - {None, ABOVE_ALL}:
@@ -103,9 +105,12 @@ def _problem(place: Place, asked: bool) -> str | None:
         return "shared experts stay plain"
     if hasattr(block, "routed_experts"):
         key = _key(block, asked)
-        if key.device != "cpu":
-            return "there are no kernels for routed experts on a GPU"
-        if key.hidden * key.width < limit("kCpuExpertElements") and not asked:
+        if key.device == "cuda":
+            if len(block.routed_experts.w13_weight) > limit("kCudaExperts"):
+                return f"they have more than {limit('kCudaExperts')} experts"
+            if key.capability != HOPPER and not asked:
+                return f"they are routed experts, {NOT_TIMED}"
+        elif key.hidden * key.width < limit("kCpuExpertElements") and not asked:
             return "they are experts too small for kernels to be faster"
     elif problem := _problem_of_linears(block, asked):
         return problem

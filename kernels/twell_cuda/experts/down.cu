@@ -108,10 +108,9 @@ template <typename Half, int kColumns, int kOctets, int kSplit>
 cudaError_t launch(const Plan& plan, const Params& p, const Device& device, cudaStream_t stream) {
   const int64_t items = int64_t{plan.groups} * plan.slices,
                 most = int64_t{residents(kOctets, kSplit)} * device.sm_count;
-  Kernels kernels{};
-  kernels.overlap = device.major >= 9;
   const dim3 grid(static_cast<unsigned>(items < most ? items : most));
-  return launch_decode_kernel(down_kernel<Half, kColumns, kOctets, kSplit>, {grid}, p, kernels, stream);
+  return launch_decode_kernel(down_kernel<Half, kColumns, kOctets, kSplit>, {grid}, p, kernels_of(plan, device),
+                              stream);
 }
 
 template <typename Half, int kSplit>

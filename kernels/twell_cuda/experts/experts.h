@@ -52,19 +52,19 @@ constexpr int kMaxGroups = kCudaExperts + 1 + kMaxVisits / 8;
 // Which visits go to which expert. The second kernel reads what the first has found.
 struct Routing {
   int groups, routed;          // the first `routed` groups are of experts, the others of none
-  uint32_t group[kMaxGroups];  // its expert (10 bits), the place of its first visit in `order` (10), visits less one
+  uint32_t group[kMaxGroups];  // its expert, the place of its first visit in `order` (15 bits), visits less one (5)
   uint16_t order[kMaxVisits];  // visits by expert, those of one in ascending order: token * K + k
 };
-static_assert(kCudaExperts < 1024 && kMaxVisits <= 1024);
+static_assert(kCudaExperts < 1024 && kMaxVisits <= 1 << 15);
 
 struct Group {
   int expert, first, visits;
 };
 __host__ __device__ constexpr uint32_t pack_group(int expert, int first, int visits) {
-  return static_cast<uint32_t>(expert << 20 | first << 10 | (visits - 1));
+  return static_cast<uint32_t>(expert << 20 | first << 5 | (visits - 1));
 }
 __host__ __device__ inline Group unpack_group(uint32_t word) {
-  return {static_cast<int>(word >> 20), static_cast<int>(word >> 10 & 1023), static_cast<int>(word & 1023) + 1};
+  return {static_cast<int>(word >> 20), static_cast<int>(word >> 5 & 32767), static_cast<int>(word & 31) + 1};
 }
 
 struct Plan {
@@ -116,6 +116,13 @@ struct Params {
   uint2* products;
   float* partials;
 };
+
+inline decoding::Kernels kernels_of(const Plan& plan, const Device& device) {
+  decoding::Kernels kernels{};
+  kernels.overlap = device.major >= 9;
+  if (plan.octets == 4) kernels.carveout = 40;  // so that L1 holds x of two large groups
+  return kernels;
+}
 
 cudaError_t launch_gate_up(const Plan&, const Params&, const Device&, cudaStream_t);
 cudaError_t launch_down(const Plan&, const Params&, const Device&, cudaStream_t);

@@ -1,10 +1,11 @@
 // First of the two kernels of routed experts: groups of visits, and h = relu(gate) * up of their active neurons
 // (experts/experts.h says what is left where).
 //
-// Thread blocks walk items of a group and 16 neurons, neighbouring blocks neighbouring neurons. Of an item, the gate's
-// rows come once, straight into tensor-core operands, then up's rows of the neurons that any of the group's visits
-// activates. Warps share out k by pieces of 64 bytes, and add up through shared memory. Within a piece lane q of four
-// takes 16 consecutive bytes, of weights and of x: both operands see the same permutation of k.
+// Thread blocks walk items of a group and 16 neurons, neighbouring blocks neighbouring neurons; of large groups each
+// takes several in a row, so that L1 still holds x. Of an item, the gate's rows come once, straight into tensor-core
+// operands, then up's rows of the neurons that any of the group's visits activates. Warps share out k by pieces of 64
+// bytes, and add up through shared memory. Within a piece lane q of four takes 16 consecutive bytes, of weights and of
+// x: both operands see the same permutation of k.
 
 #include "decode/gate.cuh"
 #include "decode/launch.h"
@@ -21,6 +22,8 @@ constexpr int kAhead = 4;                                                      /
 template <int kOctets>
 constexpr int kXAhead = kOctets == 1 ? 4 : 2;
 constexpr uint32_t kNoRow = 0xffffffff;
+template <int kOctets>
+constexpr int kMaxRun = kOctets == 4 ? 4 : 1;  // items in a row
 
 constexpr int residents(int octets) { return octets == 4 ? 2 : 3; }
 
@@ -91,9 +94,10 @@ __global__ void __launch_bounds__(kDecodeThreads, residents(kOctets)) gate_up_ke
     p.arrivals[i] = 0;
   }
 
-  const int items = routed.to.routed * p.blocks;
+  const int items = routed.to.routed * p.blocks, grid = gridDim.x;
+  const int run = max(1, min(kMaxRun<kOctets>, items / (4 * grid)));  // not at the cost of even shares
 #pragma unroll 1
-  for (int item = blockIdx.x; item < items; item += gridDim.x) {
+  for (int item = blockIdx.x * run; item < items; item += (item + 1) % run == 0 ? (grid - 1) * run + 1 : 1) {
     const int g = item / p.blocks, block = item - g * p.blocks, first = block * kBlockNeurons;
     const Group group = unpack_group(routed.to.group[g]);
     uint32_t x_row[kOctets];
@@ -171,10 +175,8 @@ __global__ void __launch_bounds__(kDecodeThreads, residents(kOctets)) gate_up_ke
 template <typename Half, int kOctets>
 cudaError_t launch(const Plan& plan, const Params& p, const Device& device, cudaStream_t stream) {
   const int64_t items = int64_t{plan.groups} * plan.blocks, most = int64_t{residents(kOctets)} * device.sm_count;
-  Kernels kernels{};
-  kernels.overlap = device.major >= 9;
   const dim3 grid(static_cast<unsigned>(items < most ? items : most));
-  return launch_decode_kernel(gate_up_kernel<Half, kOctets>, {grid}, p, kernels, stream);
+  return launch_decode_kernel(gate_up_kernel<Half, kOctets>, {grid}, p, kernels_of(plan, device), stream);
 }
 
 template <typename Half>

@@ -44,7 +44,7 @@ __device__ __forceinline__ void route(Routed& r, const Experts& call, int room) 
       }
       __syncwarp();
     }
-    // Groups and first places, 32 experts at a time: two sums in one number, of at most 1,024 each.
+    // Groups and first places, 32 experts at a time: two sums in one number, of 16 bits each.
     int carried = 0;
     for (int base = 0; base <= call.experts; base += 32) {
       const int expert = base + lane;
