@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_twell.files.packages import how_to_install
-from hf_twell.serving.vllm_plugin import ARCHITECTURES, MIXTURES, OWN_ARCHITECTURES, exchanges_experts, lacking
+from hf_twell.serving.vllm_plugin import ARCHITECTURES, MIXTURES, OWN_ARCHITECTURES, lacking
 from hf_twell.serving.vllm_plugin.density import known_densities, known_settings
 
 COMPUTED = (*ARCHITECTURES, *OWN_ARCHITECTURES)
@@ -194,9 +194,7 @@ def _own_type_problem(config: dict, arguments: Sequence[str]) -> str | None:
     if take_option(arguments, "--model-impl")[0] == "transformers":
         return f"vLLM knows {kind}, a type of this package's own, by its plugin alone; leave --model-impl out"
     name = next(name for name in names if name in OWN_ARCHITECTURES)
-    if name in MIXTURES and not exchanges_experts():
-        return f"the vLLM here has no layer of experts in which the plugin of hf_twell could put {kind}; vLLM 0.32 has"
-    return None if _vllm_lists(name.removeprefix("Twell")) else lacking(name, kind)
+    return lacking(name, kind, _vllm_lists(name.removeprefix("Twell")))
 
 
 def _vllm_lists(architecture: str) -> bool:

@@ -29,7 +29,7 @@ def register() -> None:
     modeling_twell.register()
     for name in OWN_ARCHITECTURES:
         stock = name.removeprefix("Twell")
-        if stock not in ModelRegistry.get_supported_archs() or (name in MIXTURES and not exchanges_experts()):
+        if lacking(name, "", stock in ModelRegistry.get_supported_archs()):
             # vLLM then says that it does not know the model; but of a text model it takes the one that sees, if we
             # have registered that, so what verifies its config says it.
             MODELS_CONFIG_MAP[name] = Refused
@@ -41,17 +41,28 @@ def register() -> None:
 
 
 class Refused:
-    """Verifies, for vLLM, the config of a model of our own type whose stock model vLLM lacks."""
+    """Verifies, for vLLM, the config of a model of our own type that the vLLM here is `lacking`."""
 
     @staticmethod
     def verify_and_update_model_config(model_config: Any) -> None:
-        raise ValueError(lacking(model_config.architecture, model_config.hf_config.model_type))
+        from vllm import ModelRegistry
+
+        name = model_config.architecture
+        has_stock = name.removeprefix("Twell") in ModelRegistry.get_supported_archs()
+        raise ValueError(lacking(name, model_config.hf_config.model_type, has_stock))
 
 
-def lacking(name: str, kind: str) -> str:
-    """That the vLLM here lacks the stock model of one of our own: of `OWN_ARCHITECTURES`, and its `model_type`."""
+def lacking(name: str, kind: str, has_stock: bool) -> str | None:
+    """What the vLLM here lacks for a model of our own, of `OWN_ARCHITECTURES` and its `model_type`, or None.
+
+    `has_stock`: whether it has the stock model.
+    """
     stock = name.removeprefix("Twell")
-    return f"the vLLM here has no {stock}, from which the plugin of hf_twell makes {kind}; vLLM 0.32 has"
+    if not has_stock:
+        return f"the vLLM here has no {stock}, from which the plugin of hf_twell makes {kind}; vLLM 0.32 has"
+    if name in MIXTURES and not exchanges_experts():
+        return f"the vLLM here has no layer of experts in which the plugin of hf_twell could put {kind}; vLLM 0.32 has"
+    return None
 
 
 def exchanges_experts() -> bool:
