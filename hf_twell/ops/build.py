@@ -91,12 +91,13 @@ def _load(name: str) -> BackendStatus:
             if path is None:
                 path = compile_library(library)
                 _open(path)
+            origin = _origin(path)
         importlib.import_module("hf_twell.ops.kernel_ops")
     except (BuildError, OSError) as error:
         reason = f"{wrong}{error}"
         warnings.warn(f"hf_twell's {name} kernels are not used, plain PyTorch instead: {reason}", stacklevel=4)
         return BackendStatus(name, False, reason)
-    return BackendStatus(name, True, _origin(path))
+    return BackendStatus(name, True, origin)
 
 
 def _load_found(name: str) -> tuple[Path | None, str]:
