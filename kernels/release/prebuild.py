@@ -1,8 +1,9 @@
 """Compile the libraries that a wheel carries: `make wheel` runs this.
 
 They need nothing newer than manylinux_2_28 has, and take PyTorch's stable ABI of the oldest version that the package
-supports, whose headers are given. Two builds of the same sources by the compilers that compilers.txt names are equal
-byte by byte. CUDA's are so in one folder, whose name nvcc hashes into names of functions. A cross compiler in $CXX makes libraries for its own kind of machine.
+supports, whose headers are given. Two builds of the same sources, by the compilers that compilers.txt names, are equal
+byte by byte. CUDA's are so in one folder, whose name nvcc hashes into names of functions. A cross compiler in $CXX
+makes libraries for its own kind of machine.
 """
 
 import argparse
