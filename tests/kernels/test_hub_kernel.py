@@ -18,17 +18,14 @@ REPOSITORY, WITH_CUDA = Path(sys.prefix, "cpu-hub"), ROOT / "out" / "hub"
 kernels = pytest.importorskip("kernels")
 pytestmark = pytest.mark.slow
 on_cpu = pytest.mark.skipif(not REPOSITORY.exists(), reason="no kernel; `make environments` compiles it on x86-64")
-on_gpu = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch sees no CUDA GPU"),
-    pytest.mark.skipif(not list(WITH_CUDA.glob("build/*-cu*")), reason="no kernel; `make hub-kernel` compiles it"),
-]
+has_cuda = torch.cuda.is_available() and list(WITH_CUDA.glob("build/*-cu*"))
+on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not has_cuda, reason="needs a GPU, and what `make hub-kernel` compiles")]
 can_load = is_kernels_available() and find_spec("torchvision")
 by_transformers = pytest.mark.skipif(not can_load, reason="Transformers wants torchvision, and its release of kernels")
-# After an example of the page.
 COUNT = """
+import torch
 with torch.no_grad(), torch.profiler.profile() as profile:
-    model(**inputs)
+    model(torch.tensor([[5, 6, 7]], device=model.device))
 print([event.count for event in profile.key_averages() if event.key.endswith("::infer")], len(model.model.layers))
 """
 
@@ -48,9 +45,8 @@ def test_the_page_runs_as_it_stands(example, repository, activation, tmp_path):
     (tmp_path / "out" / "hub").symlink_to(repository)
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     code = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "kernel.md").read_text(), re.DOTALL)[example]
-    code = "import torch\n" + code.replace("relu", activation) + COUNT
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if repository == REPOSITORY else {}
-    done = finished(sys.executable, "-c", code, cwd=tmp_path, env=hidden)
+    done = finished(sys.executable, "-c", code.replace("relu", activation) + COUNT, cwd=tmp_path, env=hidden)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.splitlines()[-1] == ("[4] 4" if activation == "relu" else "[] 4")
 
