@@ -8,7 +8,7 @@ CPP_SOURCES = $(shell find kernels -name '*.cu' -o -name '*.cuh' -o -name '*.cpp
 # Else each of some hundred processes of the tests compiles the package's sources, and pytest the tests', anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup environments demo wheel hub-kernel test test-all test-gpu check-portable sanitize sanitize-cpu bench figures screenshots docs style lint constraints clean
+.PHONY: setup environments demo cuda-compiler wheel hub-kernel test test-all test-gpu check-portable sanitize sanitize-cpu bench figures screenshots docs style lint constraints clean
 
 demo: setup
 	$(BIN)/python recipes/demo.py
@@ -69,7 +69,7 @@ PLATFORM = $(if $(filter $(MACHINE), $(shell uname -m)),manylinux_2_28_$(MACHINE
 WHEELS ?= out/wheel
 FOR_WHEELS = PYTHONPATH=$(CURDIR) _PYTHON_HOST_PLATFORM=linux-$(MACHINE) SOURCE_DATE_EPOCH=$(shell git log -1 --format=%ct)
 PREBUILD = --machine $(MACHINE) --torch $(VENV)/oldest-torch/torch --objects out/objects
-wheel: setup $(VENV)/oldest-torch
+wheel: cuda-compiler setup $(VENV)/oldest-torch
 	$(FOR_WHEELS) $(BIN)/python kernels/release/prebuild.py $(BACKENDS) $(PREBUILD) --output out/prebuilt
 	rm -rf build $(WHEELS)
 	HF_TWELL_PREBUILT=out/prebuilt $(FOR_WHEELS) \
@@ -79,10 +79,17 @@ wheel: setup $(VENV)/oldest-torch
 	rm -r build $(WHEELS)/linux
 	cd $(WHEELS) && sha256sum *.whl | tee SHA256SUMS
 
-# The kernel as Hugging Face's `kernels` loads it, in out/hub, compiled as the wheel's.
+# The kernel as Hugging Face's `kernels` loads it, in out/hub, compiled as the wheel's. With REPO=owner/name it has the
+# card of that repository on the Hub, too.
 HUB ?= out/hub
-hub-kernel: setup $(VENV)/oldest-torch
-	$(FOR_WHEELS) $(BIN)/python kernels/release/hub.py $(BACKENDS) $(PREBUILD) --output $(HUB)
+hub-kernel: cuda-compiler setup $(VENV)/oldest-torch
+	$(FOR_WHEELS) $(BIN)/python kernels/release/hub.py $(BACKENDS) $(PREBUILD) --output $(HUB) $(if $(REPO),--repo $(REPO))
+
+# Asked before anything is fetched or compiled. Where nvcc is looked for: hf_twell/ops/toolchain.py.
+cuda-compiler:
+	@[ -z "$(filter cuda,$(BACKENDS))" ] || [ -x "$${CUDA_HOME:-/usr/local/cuda}/bin/nvcc" ] \
+	  || { [ -z "$$CUDA_HOME" ] && command -v nvcc > /dev/null; } \
+	  || { echo "no nvcc for the CUDA kernels: install the CUDA toolkit, set CUDA_HOME, or leave them out: make $(MAKECMDGOALS) BACKENDS=cpu"; exit 1; }
 
 # The site of all pages, in out/site; fails where a link or the heading that it names is missing.
 PAGES = $(shell git ls-files -co --exclude-standard '*.md' '*.svg' '*.png' '*.yaml' '*.yml' '*.jsonl' '*.ipynb' '*.h' 'recipes/*.py' LICENSE docs | grep -v '^mkdocs')

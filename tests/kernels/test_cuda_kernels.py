@@ -18,7 +18,7 @@ def _missing() -> str:
     if not torch.cuda.is_available():
         return "PyTorch sees no CUDA GPU"
     try:
-        if build.find_library("cuda") is None:
+        if not build.find_libraries("cuda"):
             toolchain.nvcc()
     except toolchain.BuildError as error:
         return str(error)

@@ -73,8 +73,8 @@ def headings(page: Path) -> list[str]:
 
 
 def with_python() -> list:
-    """Pages; that of the Hub needs a process of its own."""
-    pages = [page for page in PAGES if blocks(page, "python")]
+    """Pages; that of the Hub needs a process of its own. tests/kernels/test_hub_kernel.py runs that of the kernel."""
+    pages = [page for page in PAGES if blocks(page, "python") and page.stem != "kernel"]
     return [pytest.param(page, marks=pytest.mark.slow if page.stem == "hub" else (), id=page.stem) for page in pages]
 
 

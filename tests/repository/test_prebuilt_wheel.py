@@ -56,6 +56,7 @@ def test_the_kernels_run_without_a_compiler(place):
     told = json.loads(run(place, "hf-twell", "doctor", "--json"))["backends"]["cpu"]
     assert told["available"]
     assert told["reason"].startswith(f"came with the package: {place}/venv/lib/")
+    assert Path(told["reason"].partition(": ")[2]).with_name("compilers.txt").read_text().strip()
     options = "--device cpu --tokens 1 --l0 30 --hidden 512 --intermediate 2048 --no-compile --repeats 3 --json"
     (row,) = json.loads(run(place, "hf-twell", "bench", "ffn", *options.split()))["rows"]
     assert (row["backend"], row["took"]) == ("cpu", "kernels")
