@@ -67,6 +67,8 @@ GIVEN = {
         "With 25M, 10 % keep",
         "SmolLM2-135M took 1.5e-3",
         "lost least at 1.5e-4, and 6e-4 ruined it",
+        "sweep from 3e-4",
+        "`warmup_steps` is 0.4 in longer",
         "(2.6 GB; more with CUDA)",
         "less than four minutes of two quiet cores",
         "train by kernels 9.0 (H100, H200)",
