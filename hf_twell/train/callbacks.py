@@ -290,11 +290,9 @@ class SparsityCallback(TrainerCallback):
     ) -> None:
         if self.controller is not None and state.is_world_process_zero:
             warn_of_miss(self.controller, self.penalty.ffns, target=self.target)
-        entry, of_these_weights = (
-            getattr(self.penalty.config, "twell", None),
-            steps_of(self.trainer) == state.global_step,
-        )
-        if entry and entry["layers"] is None and of_these_weights and self._density is not None:
+        entry = getattr(self.penalty.config, "twell", None)
+        whole, last = bool(entry) and entry["layers"] is None, steps_of(self.trainer) == state.global_step
+        if whole and last and self._density is not None:
             record_density(self.penalty.config, self.penalty.ffns, self._density.tolist())
 
     def _smooth_density(self, counts: StepCounts) -> None:
