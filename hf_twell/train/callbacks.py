@@ -290,9 +290,8 @@ class SparsityCallback(TrainerCallback):
     ) -> None:
         if self.controller is not None and state.is_world_process_zero:
             warn_of_miss(self.controller, self.penalty.ffns, target=self.target)
-        entry = getattr(self.penalty.config, "twell", None)
-        whole, last = bool(entry) and entry["layers"] is None, steps_of(self.trainer) == state.global_step
-        if whole and last and self._density is not None:
+        whole = (getattr(self.penalty.config, "twell", None) or {}).get("layers") is None
+        if whole and steps_of(self.trainer) == state.global_step and self._density is not None:
             record_density(self.penalty.config, self.penalty.ffns, self._density.tolist())
 
     def _smooth_density(self, counts: StepCounts) -> None:
