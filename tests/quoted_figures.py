@@ -467,9 +467,9 @@ def readme() -> Entries:
 
     few, many = {tokens: 100 * most for tokens, _, _, most in limit("kCudaLimits")}, limit("kCudaLimits")[-4:]
     half, most = block(FEW, 64, 2800), 100 * many[0][1]
-    text = "{:.0f} % up to 64 sequences (64 gain {:.2f}; with the whole Llama {:.2f} at 11 %); {:.1f} % above |"
+    text = "{:.0f} % up to 64 sequences (64 gain {:.2f}; with the whole Llama {:.2f} at 11 %); {:.1f} % above."
     yield text, density(half), speedup(half), ratio(steps("l0-600")["decode", 64]), most
-    text = "4096 x 14336 | {:.0f} % for one; {:.0f} % for 16; {:.1f} % for 64; {:.1f} % above |"
+    text = "4096 x 14336: {:.0f} % for one; {:.0f} % for 16; {:.1f} % for 64; {:.1f} % above |"
     yield text, few[2], few[16], few[64], few[512]
     text = "| prefill | {:.1f} % up to 512 tokens; {:.1f} % up to 1,024; {:.0f} % up to 2,048; {:.0f} % above;"
     yield text, *(100 * most for _, most, _, _ in many)
