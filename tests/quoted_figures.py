@@ -61,6 +61,7 @@ GIVEN = {
         "0.5 % (2.1 %)",
         "random weights, 0.5 %",
         "At 10 %, losses",
+        "Fp8 at 2.1 % loses",
         "0.99 at 11 %",
         "at 0.5 % | llama.cpp",
         "(to 5 % 310M, to 2 % 120M)",
@@ -409,7 +410,7 @@ def readme() -> Entries:
     """The tables of quality and speed, and of uses; and what is said before the examples."""
     dense = smollm2("parent"), smollm2("dense/150M/seed0")
     kept_of = [kept_of_better(smollm2(f"count/{run}/seed0"), *dense) for run in BEST[1:]]
-    text = f"SmolLM2-135M, over its parent trained on |{' {:.0f} % |' * 3} {NONE} | {{:.0f}} % | no run |"
+    text = f"SmolLM2-135M, over its parent, trained on |{' {:.0f} % |' * 3} {NONE} | {{:.0f}} % | no run |"
     yield text, *kept_of
     coders = *map(qwen_kept, QWEN_RUNS), qwen_shared()[2]
     yield f"Qwen-Coder-0.5B, over its parent | {NONE} |{' {:.0f} % |' * 3} {NONE} | no run |", *coders
@@ -455,7 +456,7 @@ def readme() -> Entries:
         above(smollm2(f"count/{BEST[2]}/seed0"), *dense),
         above(qwen(QWEN_RUNS[0]), qwen("parent"), qwen("dense-26M")),
     )
-    yield "losses end {:.1f} and {:.0f} % above those trained on", *losses
+    yield "losses end {:.1f} and {:.0f} % above dense ones, trained on", *losses
     some, many = (smollm2(f"count/0.098/{tokens}/seed0") for tokens in ("25M", "350M"))
     yield "in {:.0f} minutes of an H200", many["minutes"]
     yield "With 25M, 10 % keep {:.0f} %", kept_of_better(some, *dense)
