@@ -86,6 +86,7 @@ def main() -> None:
     }
     headers = ["model", "loss", "perplexity", "active neurons per token (L0)", "density"]
     print(text_table(headers, [quality(name, *figures) for name, figures in models.items()]))
+    print("\nThe dense model is better: this training, short as its warning says, shows how it works, not its cost.")
     print(f"\ndone in {time.monotonic() - started:.0f} s")
     print(NEXT.format(model=result["model"]))
 

@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections.abc import Iterator
-from itertools import pairwise, zip_longest
+from itertools import pairwise
 
 from hf_twell.dispatch.limits import limit
 from hf_twell.evaluation.sandbox import CPU_SECONDS, MEMORY_BYTES, WALL_SECONDS
@@ -54,18 +54,23 @@ NONE = "\u2013"
 # Settings, and the density at which something was measured.
 GIVEN = {
     "README.md": (
-        "| 20 % |",
-        "| 10 to 11 % |",
-        "| 5 % |",
-        "| 5 %, neighbours",
-        "| 2 % |",
-        "At 10 %, the loss",
-        "At 0.5 %, one of 8B's shape",
-        "fp8, at 0.5 %",
+        "| active neurons | 20 % | 10 to 11 % | 5 % | 5 %, neighbours share | 2 % | 0.5 % |",
+        "neighbours share, 5 % |",
+        "random weights, 11 %",
+        "the same, 0.5 %",
+        "0.5 % (2.1 %)",
+        "random weights, 0.5 %",
+        "At 10 %, losses",
+        "Fp8 at 2.1 % loses",
+        "0.99 at 11 %",
         "at 0.5 % | llama.cpp",
+        "(to 5 % 310M, to 2 % 120M)",
+        "With 25M, 10 % keep",
         "SmolLM2-135M took 1.5e-3",
         "lost least at 1.5e-4, and 6e-4 ruined it",
-        "half of them the parent's own text",
+        "sweep from 3e-4",
+        "`warmup_steps` is 0.4 in longer",
+        "(2.6 GB; more with CUDA)",
         "less than four minutes of two quiet cores",
         "train by kernels 9.0 (H100, H200)",
     ),
@@ -106,6 +111,7 @@ GIVEN = {
         "L1 term, target 1 % | 0.91",
         "rate of 1.5e-3",
         "1.5e-3 is that of the rows",
+        "sweep from 3e-4",
         "within 0.3 points of dense ones",  # the paper's
         "the first tenth of the steps",
         "at 0.5 % active takes",
@@ -116,7 +122,8 @@ GIVEN = {
         "a third of the block",  # one of three matrices
         "leave 50 to 60 % of the neurons",  # as published
         "and the 4090 has 8.9",
-        "needs 9.0",
+        "in vLLM need 9.0",
+        "its kernels need 9.0",
     ),
     "docs/support.md": (  # versions
         "| Python | 3.11 (Linux), 3.12 (GPU machines) | 3.13 | 3.10 and older |",
@@ -242,6 +249,11 @@ def steps(folder: str, parent: str = "h200-vllm-2026-11-27") -> dict[tuple, tupl
 
 def ratio(sides: tuple[dict, dict]) -> float:
     return sides[0]["step_us"] / sides[1]["step_us"]
+
+
+def quotient(told: list[float]) -> tuple[float]:
+    """Of tokens a second, dense and sparse."""
+    return (told[1] / told[0],)
 
 
 def rates(sides: tuple[dict, dict]) -> list[float]:
@@ -404,52 +416,71 @@ def readme() -> Entries:
     """The tables of quality and speed, and of uses; and what is said before the examples."""
     dense = smollm2("parent"), smollm2("dense/150M/seed0")
     kept_of = [kept_of_better(smollm2(f"count/{run}/seed0"), *dense) for run in BEST[1:]]
-    coders = {600: qwen_kept(QWEN_RUNS[0]), 300: qwen_kept(QWEN_RUNS[1])}
+    text = f"SmolLM2-135M, over its parent, trained on |{' {:.0f} % |' * 3} {NONE} | {{:.0f}} % | no run |"
+    yield text, *kept_of
+    coders = *map(qwen_kept, QWEN_RUNS), qwen_shared()[2]
+    yield f"Qwen-Coder-0.5B, over its parent | {NONE} |{' {:.0f} % |' * 3} {NONE} | no run |", *coders
+    active, shared = (1126, 600, 300, 120, 30), row(UNIONS, tokens=16_384, requested_l0=327)
+    for name, tokens in (("one block: decoding one sequence", 1), ("decoding 16 at once", 16)):
+        gains = [speedup(block(FEW, tokens, l0)) for l0 in active]
+        yield f"| {name} |{' {:.2f} |' * 6}", *gains[:3], gains[2], *gains[3:]
+    beside = {"forward": speedup(shared), "forward+backward": of_columns("5.8", 16_384)[1]}
+    for name, direction in (("prefill of 16,384 tokens", "forward"), ("training on 16,384", "forward+backward")):
+        paths = {1126: (DENSITY, 1126), 300: (DENSITY, 298)}
+        found = [paths.get(l0, (MAIN, l0)) for l0 in active]
+        gains = [speedup(block(path, 16_384, l0, **{"pass": direction})) for path, l0 in found]
+        yield f"| {name} |{' {:.2f} |' * 6}", *gains[:3], beside[direction], *gains[3:]
+
     loads = [("decode", 1), ("decode", 16), ("prefill", 8)]
+    models = {
+        "neighbours share, 5 % |": [qwen_steps(*load) for load in loads],
+        "random weights, 11 % |": [steps("l0-600")[load] for load in loads],
+        "| the same, 0.5 % |": [steps("bf16")[load] for load in loads],
+        "8B's shape, random weights, 0.5 % |": [steps("8b")[load] for load in loads],
+    }
+    for name, found in models.items():
+        told = [(ratio(sides), *(quotient(rates(sides)) if rates(sides) else ())) for sides in found]
+        cells = [" {:.2f} / {:.2f} |" if len(each) > 1 else f" {{:.2f}} / {NONE} |" for each in told]
+        yield name + "".join(cells), *(value for each in told for value in each)
+    fp8 = [steps("fp8", run) for run in ("h200-vllm-2026-11-27", "h200-vllm-8bit-l0-120-2026-11-26")]
+    yield f"0.5 % (2.1 %) |{' {:.2f} ({:.2f}) |' * 3}", *(ratio(run[load]) for load in loads for run in fp8)
+    one = qwen_steps("prefill", 1)
+    yield "in the first model: {:.2f} / {:.2f}.", ratio(one), *quotient(rates(one))
     trained = speedup(row(MAIN, bench="train", commit="ebf9822"))
-    models = {600: [ratio(steps("l0-600")[load]) for load in loads], 30: [ratio(steps("bf16")[load]) for load in loads]}
-    models[30].append(trained)
-    names = {1126: "20 %", 600: "10 to 11 %", 300: "5 %", 120: "2 %", 30: "{:.1f} %"}
-    for (l0, name), kept_here in zip(names.items(), [*kept_of, None], strict=True):
-        path, many = (DENSITY, 298 if l0 == 300 else l0) if l0 in (1126, 300) else (MAIN, l0)
-        blocks = [block(FEW, 1, l0), block(FEW, 16, l0)]
-        blocks += [block(path, 16_384, many, **{"pass": direction}) for direction in ("forward", "forward+backward")]
-        values = [density(blocks[0])] if "{" in name else []
-        cells = [name]
-        for value in (kept_here, coders.get(l0)):
-            cells.append("{:.0f} %" if value else NONE)
-            values += [value] if value else []
-        for model, one in zip_longest(models.get(l0, []), blocks):
-            cells.append("{:.2f} / {:.2f}" if model else f"{NONE} / {{:.2f}}")
-            values += [model, speedup(one)] if model else [speedup(one)]
-        yield f"| {' | '.join(cells)} |", *values
-    shared = [row(UNIONS, tokens=16_384, requested_l0=327)]
-    blocks = map(speedup, [block(FEW, 1, 300), block(FEW, 16, 300), *shared])
-    pairs = [each for load, one in zip(loads, blocks, strict=True) for each in (ratio(qwen_steps(*load)), one)]
-    text = f"neighbours share | {NONE} | {{:.0f}} % |{' {:.2f} / {:.2f} |' * 4}"
-    yield text, qwen_shared()[2], *pairs, qwen_training(), of_columns("5.8", 16_384)[1]
+    yield "Its training step: {:.2f}, the third's {:.2f}", qwen_training(), trained
+
     (coder,) = (each["written_first_64"] for each in rows(QWEN, run="parent") if "written_first_64" in each)
-    yield "The parent solves {:.0f} % of the first 64", 100 * coder["humaneval_instruct"]["pass@1,create_test"]["value"]
+    solved = [
+        100 * each["written"]["humaneval_instruct"]["pass@1,create_test"]["value"]
+        for each in rows(QWEN_OWN_TEXT)
+        if "humaneval_instruct" in each.get("written", {})
+    ]
+    text = "HumanEval fell from {:.0f} % to {:.0f} to {:.0f} % where scored"
+    yield text, 100 * coder["humaneval_instruct"]["pass@1,create_test"]["value"], *span(solved)
+    yield "SmolLM2's itself keeps {:.0f} %", kept_of_better(dense[0], *dense)
     losses = (
         above(smollm2(f"count/{BEST[2]}/seed0"), *dense),
         above(qwen(QWEN_RUNS[0]), qwen("parent"), qwen("dense-26M")),
     )
-    yield "the loss is {:.1f} % (SmolLM2) and {:.0f} % (Qwen-Coder) above", *losses
-    yield "8B's shape decodes {:.2f} times as fast", ratio(steps("8b")["decode", 1])
-    yield "at 0.5 %: {:.2f} for one sequence, {:.2f} for 16", *(ratio(steps("fp8")[load]) for load in loads[:2])
+    yield "losses end {:.1f} and {:.0f} % above dense ones, trained on", *losses
+    some, many = (smollm2(f"count/0.098/{tokens}/seed0") for tokens in ("25M", "350M"))
+    yield "in {:.0f} minutes of an H200", many["minutes"]
+    yield "With 25M, 10 % keep {:.0f} %", kept_of_better(some, *dense)
+    coders = qwen(QWEN_RUNS[0]), qwen("union25-half", QWEN_OWN_TEXT)
+    yield (
+        "26M in {:.0f} minutes; where neighbours share, 46M in {:.0f}.",
+        *(one["training"]["minutes"] for one in coders),
+    )
 
     few, many = {tokens: 100 * most for tokens, _, _, most in limit("kCudaLimits")}, limit("kCudaLimits")[-4:]
-    of_64 = [block(FEW, 64, l0) for l0 in (2800, 120)]
-    text = (
-        "2048 x 5632 | {:.0f} % for up to 64 sequences (64 gain {:.2f} there, {:.2f} at {:.1f} %); {:.1f} % for more |"
-    )
-    most = 100 * many[0][1]
-    yield text, density(of_64[0]), *map(speedup, of_64), density(of_64[1]), most
-    text = "4096 x 14336 | {:.0f} % for one; {:.0f} % for 16; {:.1f} % for 64; {:.1f} % for more |"
+    half, most = block(FEW, 64, 2800), 100 * many[0][1]
+    text = "{:.0f} % up to 64 sequences (64 gain {:.2f}; with the whole Llama {:.2f} at 11 %); {:.1f} % above."
+    yield text, density(half), speedup(half), ratio(steps("l0-600")["decode", 64]), most
+    text = "4096 x 14336: {:.0f} % for one; {:.0f} % for 16; {:.1f} % for 64; {:.1f} % above |"
     yield text, few[2], few[16], few[64], few[512]
     text = "| prefill | {:.1f} % up to 512 tokens; {:.1f} % up to 1,024; {:.0f} % up to 2,048; {:.0f} % above;"
     yield text, *(100 * most for _, most, _, _ in many)
-    text = "none up to 1,024 tokens; {:.1f} % up to 2,048; {:.1f} % up to 8,192; {:.1f} % above;"
+    text = "none up to 1,024 tokens; {:.1f} % up to 2,048; {:.1f} % up to 8,192; {:.1f} % above |"
     yield text, *(100 * most for _, most in limit("kCudaTrainingLimits")[1:])
     half, twentieth, all_of_them = (block(CPU, 1, l0, dtype="bfloat16") for l0 in (2816, 300, 5600))
     generated = row(CPU, bench="generate", dtype="bfloat16")
@@ -459,11 +490,11 @@ def readme() -> Entries:
         *(value for one in (half, all_of_them, twentieth) for value in (speedup(one), density(one))),
         generated["sparse_tokens_per_s"] / generated["dense_tokens_per_s"],
     )
-    text = "82M parameters end with a loss {:.1f} to {:.1f} % below dense, at {:.1f} % |"
+    text = "82M parameters: a loss {:.1f} to {:.1f} % below dense, at {:.1f} %, one"
     yield text, *from_scratch(), study_density(("from scratch", 0.01))
     snippet = row(SNIPPET)
     yield "from a loss of {:.2f} on WikiText-2 to {:.2f}", snippet["dense"]["wikitext"], snippet["after"]["wikitext"]
-    yield "or the training loss stays {:.0f} % above the dense parent's", 100 * (LOST - 1)
+    yield "and a training loss {:.0f} % above the dense parent's", 100 * (LOST - 1)
 
 
 def training_unions() -> list[float]:
@@ -724,7 +755,8 @@ def converting() -> Entries:
 
     demo = row(DEMO, what="make demo")
     yield "ends at a density of {:.1f} % ({:.0f} of 1,024 neurons)", 100 * demo["density"], demo["l0"]
-    yield "held-out loss of {:.2f}, where the dense model has {:.2f}", demo["loss"], demo["dense_loss"]
+    text = "held-out loss of {:.2f}, where the dense model has {:.2f}: on all {:,} held-out tokens"
+    yield text, demo["loss"], demo["dense_loss"], demo["tokens"]
 
     yield "with a loss {:.1f} to {:.1f} % higher at 1 %", *span(reached(EARLY))
     yield "(26M), at {:.1f} % active neurons unless", study_density(EARLY)
@@ -746,6 +778,12 @@ def converting() -> Entries:
         ("of the steps ended {:.1f} to {:.1f} % above", ("blend + L1", 0.01)),
     ):
         yield text, *span(reached(*runs))
+
+
+def questions() -> Entries:
+    few, many = (smollm2(f"count/0.098/{tokens}/seed0")["minutes"] for tokens in ("25M", "350M"))
+    yield "in {:.0f} to {:.0f} minutes of an H200", few, many
+    yield "26M in {:.0f} minutes", qwen(QWEN_RUNS[0])["training"]["minutes"]
 
 
 def evaluation() -> Entries:
@@ -851,8 +889,8 @@ def serving() -> Entries:
     yield "at most {} times as far from float32 as those of vLLM's own", constant(vllm, "AS_NEAR")
 
     demo = row(DEMO, what="make demo")
-    yield "has a loss of {:.2f} on 16,384 tokens of its held-out text", demo["loss_of_16384"]
-    yield "held-out text, and of {:.2f} with SiLU", demo["loss_of_16384_silu"]
+    text = "{:.2f} on 16,384 tokens of its held-out text (on all {:,} it has {:.2f}), and of {:.2f} with SiLU"
+    yield text, demo["loss_of_16384"], demo["tokens"], demo["loss"], demo["loss_of_16384_silu"]
 
 
 def hub() -> Entries:
@@ -972,6 +1010,7 @@ def quotes() -> dict[str, list[Quote]]:
         paper,
         pretraining,
         converting,
+        questions,
         evaluation,
         inspect,
         training,

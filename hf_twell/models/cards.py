@@ -82,7 +82,7 @@ def model_card(
         facts["kernels and L1 term on layers"] = ", ".join(map(str, layers))
     facts |= _quantization(config)
     earlier = "" if sparsity else _earlier(config)  # figures that are given are of the model as it is
-    sparsity = sparsity or measured_sparsity(measured)
+    sparsity = sparsity or measured_sparsity(measured, config)
     active = ""
     if method:
         facts |= _method(method)
@@ -107,7 +107,7 @@ def model_card(
         **OWN_TYPE[str(config.get("model_type")).startswith("twell_")],
         method_clause=trained + active,
         warning=_warning(config, method, sparsity, measured),
-        sparsity=sparsity_section(sparsity, sizes[0], earlier) if sparsity else "",
+        sparsity=sparsity_section(sparsity, sizes[0], earlier) if sparsity and sparsity.keys() != {"density"} else "",
         evaluation=_evaluation(scores) if scores else "",
     )
 
@@ -118,7 +118,7 @@ def untrained(method: Mapping | None, sparsity: Mapping | None) -> str | None:
         return "This is the bare swap to ReLU, without any fine-tuning."
     if method or (sparsity and sparsity.get("density", 1.0) < BARE_DENSITY):
         return None
-    return "No fine-tuning after the swap to ReLU is recorded here."
+    return "Whether it was fine-tuned after the swap to ReLU is not recorded here."
 
 
 def costly(measured: Mapping | None, config: Mapping) -> str | None:
@@ -136,11 +136,15 @@ def _warning(config, method, sparsity, measured) -> str:
     return f"> **Warning.** {cost} {COSTLY}\n\n" if (cost := costly(measured, config)) else ""
 
 
-def measured_sparsity(measured: Mapping | None) -> dict | None:
-    """The sparsity of a final model as a card gives it, from its `twell_measured.json`."""
+def measured_sparsity(measured: Mapping | None, config: Mapping) -> dict | None:
+    """The sparsity of a final model as a card gives it, from its `twell_measured.json`; else the mean density that its
+    config.json stores."""
     measured = measured or {}
     last = measured.get("after") or measured.get("before")
-    return {**last["sparsity"], "files": measured.get("heldout")} if last and last.get("sparsity") else None
+    if last and last.get("sparsity"):
+        return {**last["sparsity"], "files": measured.get("heldout")}
+    stored = (config.get("twell") or {}).get("density")
+    return {"density": sum(stored) / len(stored)} if stored else None
 
 
 def _head(library: str, loader: type, base_model: str | None) -> ModelCardData:

@@ -189,7 +189,7 @@ def folder_card(
     check_checkpoint(folder)
     record = training_record(folder)
     with one_line_errors(f"the figures that are given, or recorded in {folder}, make no card"):
-        if recorded := untrained(record["method"], sparsity or measured_sparsity(record["measured"])):
+        if recorded := untrained(record["method"], sparsity or measured_sparsity(record["measured"], config)):
             logger.warning("%s: %s Fine-tune it before others use it: hf-twell train", folder, recorded)
         elif cost := costly(record["measured"], config):
             logger.warning("%s: %s The card says so", folder, cost)

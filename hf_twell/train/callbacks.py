@@ -4,13 +4,15 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from safetensors.torch import load_file, save_file
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_twell.blocks.modeling import sparse_ffns
+from hf_twell.convert.entry import record_density
 from hf_twell.files.checkpoints import read_state
 from hf_twell.models.adapters import record_base
-from hf_twell.train.controller import DensityController
+from hf_twell.train.controller import DensityController, smoothed
 from hf_twell.train.distillation import Distillation
 from hf_twell.train.logs import (
     hide_layers,
@@ -23,9 +25,10 @@ from hf_twell.train.logs import (
 )
 from hf_twell.train.parent_loss import parent_loss
 from hf_twell.train.penalty import L1Penalty
-from hf_twell.train.resuming import CompleteCheckpoints, detach_earlier, unwrap, wrap
+from hf_twell.train.resuming import CompleteCheckpoints, detach_earlier, steps_of, unwrap, wrap
 from hf_twell.train.revival import Revival, check_optimizer
 from hf_twell.train.schedule import REMOVED, WARMUPS, check_schedule, whole_steps
+from hf_twell.train.step_counts import StepCounts
 from hf_twell.train.trainer_card import use_model_card
 from hf_twell.train.trainers import check_batches, check_trainer
 
@@ -61,6 +64,10 @@ class SparsityCallback(TrainerCallback):
     now (the others are still too dense; those of a compiled model move all at once); with the matching arguments,
     `twell/target` (the density or union that the controller steers to now), `twell/union_64` (the union, with
     `share=64`), `twell/revived`, `twell/kl` and `twell/layer_error`.
+
+    When training ends, the model's config gets each layer's density, smoothed over the last 2 % of the steps: engines
+    that choose kernels before they see a token go by it. It gets none where the term acts on some layers alone, or the
+    best checkpoint's weights are loaded.
 
     Its `CompleteCheckpoints` marks the trainer's checkpoints: `trainer.train(resume_from_checkpoint=True)` passes over
     those whose saving was interrupted.
@@ -154,6 +161,7 @@ class SparsityCallback(TrainerCallback):
             distillation.join(trainer)
         self.controller: DensityController | None = None  # made when a run begins, whose steps it needs
         self.revival: Revival | None = None
+        self._density: torch.Tensor | None = None  # of each layer, smoothed
         self._revived = 0.0  # share of neurons, in the last step
         if revive_after is not None:
             sigma = getattr(trainer.model.config.get_text_config(), "initializer_range", 0.02)
@@ -227,7 +235,7 @@ class SparsityCallback(TrainerCallback):
     def _begin_run(self, step: int) -> None:
         resumed = self.checkpoints.resumed
         saved = read_state(resumed) if resumed else {}
-        self._told, self._begun = set(), step
+        self._told, self._begun, self._density = set(), step, None
         self.penalty.report()  # what a run that broke off left uncounted
         if self.target is not None:
             self.controller = DensityController(
@@ -267,6 +275,7 @@ class SparsityCallback(TrainerCallback):
         counts, step = self.penalty.end_step(), state.global_step
         if counts is None:
             return
+        self._smooth_density(counts)
         if self.controller is not None:
             measured = counts.density() if self.target == "target_density" else counts.union()
             progress = self.progress(step + 1)
@@ -281,6 +290,15 @@ class SparsityCallback(TrainerCallback):
     ) -> None:
         if self.controller is not None and state.is_world_process_zero:
             warn_of_miss(self.controller, self.penalty.ffns, target=self.target)
+        whole = (getattr(self.penalty.config, "twell", None) or {}).get("layers") is None
+        if whole and steps_of(self.trainer) == state.global_step and self._density is not None:
+            record_density(self.penalty.config, self.penalty.ffns, self._density.tolist())
+
+    def _smooth_density(self, counts: StepCounts) -> None:
+        density = counts.density()
+        before = density if self._density is None else self._density
+        now = smoothed(before, density, self.trainer.state.max_steps)
+        self._density = torch.where(counts.tokens > 0, now, before)  # not a step that broke off, or of padding alone
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if not args.should_save:

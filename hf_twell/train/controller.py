@@ -20,6 +20,11 @@ SMOOTHED = 0.02  # share of the run
 FAR = math.log(1.1)  # a tenth
 
 
+def smoothed(before: torch.Tensor, density: torch.Tensor, steps: int) -> torch.Tensor:
+    """Densities smoothed over 2 % of a run's steps, after one more step."""
+    return before + (density - before) / max(1.0, SMOOTHED * steps)
+
+
 class DensityController:
     """Raises or lowers L1 weights until densities follow a path from where they start to the target, and hold it.
 
@@ -84,8 +89,7 @@ class DensityController:
                 return torch.zeros_like(l1)
             self._begin(density, l1)
         else:
-            rate = 1 / max(1.0, SMOOTHED * self.steps)
-            self._density = torch.where(valid, self._density + rate * (density - self._density), self._density)
+            self._density = torch.where(valid, smoothed(self._density, density, self.steps), self._density)
         off_path = self._log_of(self._seen()) - self._log_setpoint(progress)
         error = torch.where(valid, off_path.clamp(-1, 1), self._error)
         change = PROPORTIONAL * (error - self._error) + min(INTEGRAL / self.steps, LARGEST_INTEGRAL) * error

@@ -50,6 +50,7 @@ class L1Penalty:
             be shorter, and counts by its tokens, in the term and in the reported union.
 
     Attributes:
+        config: the model's; None of a module that has none.
         layer_weights: in place of `l1_weight`, a coefficient for each layer, (L,) fp32; None for one.
         token_scale: (), what turns a token's term into its share of the step's mean: ranks over tokens, times the
             fp16 loss scale.
@@ -88,7 +89,7 @@ class L1Penalty:
         self._choice = ModelChoice()
         self._batch_tokens = 0.0  # of a micro-batch of this rank, padding included
         self._model = model
-        self._config = next((module.config for module in model.modules() if hasattr(module, "config")), None)
+        self.config = next((module.config for module in model.modules() if hasattr(module, "config")), None)
         _unwatch(model)
         model.register_forward_pre_hook(_warn_of_no_step)
 
@@ -110,7 +111,7 @@ class L1Penalty:
                 "after blocks are replaced, cut off or copied by an adapter, make a new one"
             )
         _unwatch(self._model)
-        record_density(self._config, self.ffns, None)  # what was measured is not true of what the step makes
+        record_density(self.config, self.ffns, None)  # what was measured is not true of what the step makes
         for ffn in self.ffns:
             vars(getattr(ffn, ffn.twell.form.activation)).pop("replaces", None)  # nor is it a dense parent's any more
         self.end_step()

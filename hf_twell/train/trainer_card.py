@@ -23,7 +23,8 @@ def use_model_card(
 ) -> None:
     """Let `trainer.push_to_hub()` publish our model card in place of Trainer's; its figures as in `push_to_hub`.
 
-    Without `sparsity`, L0 of each layer is what `SparsityCallback` logged last.
+    Without `sparsity`, L0 of each layer is by the density that `SparsityCallback` stored in the model's config when
+    training ended, else what it logged last.
     """
     figures = {"base_model": base_model, "sparsity": sparsity, "scores": scores}
     trainer.create_model_card = functools.partial(_write_card, trainer, figures)
@@ -48,21 +49,32 @@ def _write_card(trainer: Trainer, figures: dict, model_name: str | None = None, 
 
 
 def _logged_sparsity(trainer: Trainer, model: PreTrainedModel) -> dict | None:
-    """The figures of the last log before the weights were as they are, if they are there for every layer."""
+    """The figures of the last log before the weights were as they are, if they are there for every layer.
+
+    A log's are means over all steps since the one before, while the density falls: the config's replace them.
+    """
     logs = [row for row in trainer.state.log_history if "twell/l0" in row and row["step"] <= steps_of(trainer)]
     row = logs[-1] if logs else None
     ffns = sparse_ffns(model)
     if row is None or len(ffns) != len(find_ffns(model)):
         return None
+    stored = (getattr(model.config, "twell", None) or {}).get("density") or []
+    stored = stored if len(stored) == len(ffns) else [None] * len(ffns)
     layers = []
-    for ffn in ffns:
+    for ffn, density in zip(ffns, stored, strict=True):
         prefix = layer_prefix(ffn)
         if f"{prefix}l0" not in row:
             return None
         figures = {key: row[prefix + key] for key in ("l0", "density", "dead")}
         experts, width = ffn.sizes()
         if experts is not None:  # as measured: the neurons of a token's own
-            width = round(figures["l0"] / figures["density"]) if figures["density"] else ""
+            width = round(figures["l0"] / figures["density"]) if figures["density"] else 0
+        if density is not None:
+            figures |= {"l0": density * width, "density": density}
         layers.append({**figures, "name": ffn.twell.name, "intermediate_size": width})
-    where = f"Measured in training, over the tokens of the last log (step {row['step']})."
-    return {**{key: row[f"twell/{key}"] for key in ("l0", "density", "dead")}, "layers": layers, "where": where}
+    over = f"the tokens of the last log (step {row['step']})"
+    where = "Measured in training, over"
+    if None not in stored:
+        where = "L0 by the density that `config.json` stores; dead neurons measured in training, over"
+    mean = {key: sum(layer[key] for layer in layers) / len(layers) for key in ("l0", "density", "dead")}
+    return {**mean, "layers": layers, "where": f"{where} {over}."}

@@ -145,12 +145,13 @@ constexpr DensityLimits kCudaUnionLimits[] = {
 };
 // A GPU computes a layer's routed experts at once where its tokens, times the experts that each goes through, and its
 // experts are no more than these; and does so by itself up to a density by the tokens that an expert has on average.
-// One H200, two shapes, up to 9 % active: 1.5 to 4.4 times compiled grouped matmuls; 20 % is extrapolated. Of more than
-// 64 tokens nothing was measured, but an expert of Mixtral's has 16 of these as one of Qwen3's has of 256.
+// One H200, two shapes, up to 10 % active: 1.2 times compiled grouped matmuls at 16 tokens an expert, more at fewer. Above
+// 10 % is extrapolated.
 constexpr int64_t kCudaExpertPairs = 2048;
 constexpr int64_t kCudaExperts = 512;
 constexpr DensityLimit kCudaExpertLimits[] = {
-    {16, 0.2},
+    {8, 0.2},
+    {16, 0.12},
     {kMany, 0.0},
 };
 // Forward and backward on a GPU, for matrices of every size.

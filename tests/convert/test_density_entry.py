@@ -4,15 +4,16 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArguments
 
-from hf_twell import L1Penalty, TwellLlamaForCausalLM, measure_sparsity, sparsify
+from hf_twell import L1Penalty, SparsityCallback, TwellLlamaForCausalLM, measure_sparsity, sparsify
 from hf_twell.blocks.modeling import sparse_ffns
 from hf_twell.convert.entry import check_entry
 from hf_twell.dispatch.activity import Activity
 from hf_twell.dispatch.choose import choices_by_tokens
 from hf_twell.dispatch.key import HOPPER, CallKey
 from hf_twell.models.adapters import RECORD, save_adapter
+from hf_twell.models.hub import folder_card
 from tests.conftest import ids, logits, tiny_llama
 
 
@@ -167,3 +168,21 @@ def test_null_counts_as_not_measured():
     config = LlamaConfig(hidden_act="relu", num_hidden_layers=1)
     config.twell = {"version": 1, "layers": None, "density": None}
     assert check_entry(config) == config.twell
+
+
+@pytest.mark.parametrize("layers", [None, [0]])
+def test_training_stores_that_of_its_last_steps(layers, tmp_path):
+    """With four steps, that of the last one; a few layers' would leave the others' unknown."""
+    model = sparsify(tiny_llama(), layers=layers)
+    args = TrainingArguments(str(tmp_path / "out"), max_steps=4, logging_steps=1, use_cpu=True, report_to=[])
+    trainer = Trainer(
+        model, args, train_dataset=[{"input_ids": row, "labels": row} for row in long_ids(160).view(4, 40)]
+    )
+    trainer.add_callback(SparsityCallback(trainer, l1_weight=1.0))
+    trainer.train()
+    trainer.save_model(tmp_path / "saved")
+    entry = json.loads((tmp_path / "saved" / "config.json").read_text())["twell"]
+    row = next(row for row in trainer.state.log_history if row["step"] == 4)
+    logged = [row[f"twell/layer_{layer:02d}/density"] for layer in layers or range(3)]
+    assert entry.get("density") == (None if layers else pytest.approx(logged, abs=1e-6))
+    assert ("density measured" in folder_card(tmp_path / "saved", "me/x")) == (layers is None)

@@ -202,7 +202,7 @@ def test_trainer_models_and_adapters(hub, tmp_path, run):
     assert metadata(trained)["base_model"] == "their/base"
     assert "| coefficient of the L1 term | 0.0002 |" in trained
     assert "| optimizer steps | 2 |" in trained
-    assert "over the tokens of the last log (step 2)" in trained
+    assert "dead neurons measured in training, over the tokens of the last log (step 2)" in trained
     assert "## Evaluation" not in trained
     assert "Measured on 47 tokens." in hub.repos["me/custom"]["README.md"].decode()
     stock = hub.repos["me/stock"]["README.md"].decode()

@@ -151,7 +151,7 @@ def test_a_bare_swap_is_published_with_a_warning(tmp_path, capsys, caplog):
     # Loaded and saved by others, nothing is recorded; with figures of a sparse model nothing is doubted.
     (folder / "twell_state.json").unlink()
     (folder / MEASURED_NAME).unlink()
-    assert "No fine-tuning after the swap to ReLU is recorded here" in folder_card(folder, "me/x")
+    assert "Whether it was fine-tuned after the swap to ReLU is not recorded here" in folder_card(folder, "me/x")
     figures = {"l0": 10.0, "density": 0.01, "dead": 0.0}
     layers = [{"name": f"model.layers.{layer}.mlp", "intermediate_size": 1024} | figures for layer in range(4)]
     sparse = {"tokens": 9, "layers": layers} | figures
