@@ -383,7 +383,8 @@ def main(argv: list[str] | None = None) -> dict:
     model.save_pretrained(args.output)
     tokenizer.save_pretrained(args.output)
     # What is reported of losses is the saved bfloat16 file, computed in float32.
-    model = AutoModelForCausalLM.from_pretrained(args.output, dtype=torch.float32).to(device).eval()
+    options = dict.fromkeys(options, "eager")
+    model = AutoModelForCausalLM.from_pretrained(args.output, dtype=torch.float32, **options).to(device).eval()
     if sparsity is not None:
         sparsify(model, backend="reference")
     report["target_density"] = args.target_density
