@@ -4,9 +4,10 @@
     python recipes/pretrain.py recipes/demo/pretrain-experts.yaml --text DIR --output DIR --target-density 0.05
 
 `--text` holds one `<source>.txt` or `<source>.txt.xz` for each source that the YAML names; each document in it ends
-with a line `<|endoftext|>`. The output loads with `AutoModelForCausalLM` and `AutoTokenizer`; `pretrain.json` beside it
-holds what was measured. With `--target-density` the model is sparse from its first step. Runs on one GPU (bfloat16,
-compiled) or, for a few steps, on a CPU (float32).
+with a line `<|endoftext|>`. `--prepared` keeps the tokenizer and the token ids for further runs, which then need no
+text. The output loads with `AutoModelForCausalLM` and `AutoTokenizer`; `pretrain.json` beside it holds what was
+measured. With `--target-density` the model is sparse from its first step. Runs on one GPU (bfloat16, compiled) or, for
+a few steps, on a CPU (float32).
 """
 
 import argparse
@@ -14,6 +15,7 @@ import contextlib
 import json
 import math
 import string
+import tempfile
 import time
 from collections import Counter
 from functools import partial
@@ -22,12 +24,17 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 import yaml
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_twell import L1Penalty, sparsify
+from hf_twell import L1Penalty, measure_sparsity, sparsify
 from hf_twell.files.text import read_documents
+from hf_twell.ops.experts import routed
 from hf_twell.train.controller import DensityController
 
 BOS, EOS = "<|startoftext|>", "<|endoftext|>"
@@ -118,16 +125,57 @@ def pack(tokenizer: PreTrainedTokenizerFast, documents: list[str]) -> torch.Tens
     return torch.cat(parts)
 
 
+def write_prepared(directory: Path, splits: dict, vocab_size: int, context: int) -> None:
+    """Write a tokenizer of the training passages, and of each source's parts the token ids and the bytes of text."""
+    tokenizer = train_tokenizer([d for kept, _ in splits.values() for d in kept], vocab_size, context)
+    parts = {f"{name}.{s}": t for s, split in splits.items() for name, t in zip(("train", "held"), split, strict=True)}
+    tokenizer.save_pretrained(directory)
+    (directory / "bytes.json").write_text(json.dumps({name: byte_count(t) for name, t in parts.items()}) + "\n")
+    save_file({name: pack(tokenizer, t) for name, t in parts.items()}, directory / "streams.safetensors")
+
+
+def routed_experts(
+    experts: torch.nn.Module, x_TD: torch.Tensor, index_TK: torch.Tensor, weight_TK: torch.Tensor
+) -> torch.Tensor:
+    """Experts by grouped matmuls in autocast's type, dense ones as sparse ones. Transformers' own, compiled, take the
+    parameters' float32, expert by expert."""
+    gate_up, down = experts.gate_up_proj, experts.down_proj
+    return routed(x_TD, index_TK, weight_TK, gate_up, down, activation=experts.act_fn)
+
+
+ALL_EXPERTS_FUNCTIONS.register("routed", routed_experts)
+# Compiled, Transformers' "sdpa" makes a mask of it all, which keeps flash attention away. To a new name it gives none.
+ALL_ATTENTION_FUNCTIONS.register("causal", sdpa_attention_forward)
+
+
+def balance_loss(router_logits: tuple[torch.Tensor, ...], per_token: int) -> torch.Tensor:
+    """What keeps the experts evenly used: 1 where they are.
+
+    Formula: mean over layers of E * sum over experts of (share of the pairs that come to e) * (mean probability of e).
+    Each layer is balanced by itself; Transformers' own loss is of all layers' sums.
+    """
+    losses = []
+    for logits_TE in router_logits:
+        probability_TE = logits_TE.float().softmax(-1)
+        chosen_TE = torch.zeros_like(probability_TE).scatter(1, probability_TE.topk(per_token).indices, 1.0)
+        losses.append(logits_TE.shape[1] * (chosen_TE.mean(0) / per_token * probability_TE.mean(0)).sum())
+    return torch.stack(losses).mean()
+
+
 def token_loss(model: torch.nn.Module, window_BT: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
     """Next-token cross-entropy in nats over windows of T = context + 1 tokens; padding (-1) does not count.
 
-    The mean is what training lowers: to it a mixture of experts adds its router's loss, where its config asks for it.
+    The mean is what training lowers: to it a mixture of experts adds `balance_loss`, where its config has the router's
+    logits given out.
     """
-    outputs = model(input_ids=window_BT[:, :-1].clamp(min=0), use_cache=False)
-    targets = window_BT[:, 1:].flatten().long()
-    loss = F.cross_entropy(outputs.logits.flatten(0, 1).float(), targets, ignore_index=-1, reduction=reduction)
-    router = getattr(outputs, "aux_loss", None)
-    return loss if router is None or reduction != "mean" else loss + model.config.router_aux_loss_coef * router
+    outputs = model.base_model(input_ids=window_BT[:, :-1].clamp(min=0), use_cache=False)
+    logits = model.lm_head(outputs.last_hidden_state).flatten(0, 1).float()
+    loss = F.cross_entropy(logits, window_BT[:, 1:].flatten().long(), ignore_index=-1, reduction=reduction)
+    router_logits = getattr(outputs, "router_logits", None)
+    if router_logits is None or reduction != "mean":
+        return loss
+    config = model.config
+    return loss + config.router_aux_loss_coef * balance_loss(router_logits, config.num_experts_per_tok)
 
 
 @torch.no_grad()
@@ -152,11 +200,13 @@ def rows_by_source(mixture: list[dict], done: float, rows: int) -> dict[str, int
 
 
 class Sparsity:
-    """What `SparsityCallback(trainer, target_density=...)` does, in a loop of one's own."""
+    """What `SparsityCallback(trainer, target_density=..., layer_shares="free")` does, in a loop of one's own."""
 
     def __init__(self, model: PreTrainedModel, target_density: float, steps: int) -> None:
-        self.penalty = L1Penalty(sparsify(model), 0.0)
-        self.controller = DensityController(target_density, steps=steps)
+        # There are no training kernels for experts.
+        backend = "reference" if hasattr(model.config, "num_experts_per_tok") else "auto"
+        self.penalty = L1Penalty(sparsify(model, backend=backend), 0.0)
+        self.controller = DensityController(target_density, steps=steps, layer_shares="free")
         self.warmup = max(1.0, 0.1 * steps)
 
     @contextlib.contextmanager
@@ -231,6 +281,15 @@ def train(
     return log
 
 
+def activity(model: PreTrainedModel, held: dict, context: int, windows: int = 1000) -> dict:
+    """What neurons and experts do in about so many windows, spread evenly over the held-out streams."""
+    rows_NT = torch.cat([stream[: len(stream) // context * context].view(-1, context) for stream, _ in held.values()])
+    found = measure_sparsity(model, rows_NT[:: max(1, len(rows_NT) // windows)].split(16))
+    names = ("name", "density", "l0", "dead", "unions", "negative_share", "expert_tokens", "expert_dead")
+    layers = [{name: layer[name] for name in names if name in layer} for layer in found["layers"]]
+    return {name: found[name] for name in ("tokens", "density", "l0", "dead", "unions")} | {"layers": layers}
+
+
 def write_bundle(directory: Path, splits: dict, bundle: dict) -> None:
     """Write heldout.txt and train.txt: passages that the model never read, spread evenly until their bytes are reached.
 
@@ -263,13 +322,17 @@ def sample(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, prompts: 
 def main(argv: list[str] | None = None) -> dict:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", type=Path)
-    parser.add_argument("--text", type=Path, required=True, help="folder with the sources")
+    parser.add_argument("--text", type=Path, help="folder with the sources")
+    parser.add_argument("--prepared", type=Path, help="folder for the token ids; one that exists takes --text's place")
     parser.add_argument("--output", type=Path, required=True, help="folder for the model")
     parser.add_argument("--bundle", type=Path, help="also write the demo's train.txt and heldout.txt here")
     parser.add_argument("--max-steps", type=int, help="train for at most this many steps")
     parser.add_argument("--target-density", type=float, help="share of active neurons, such as 0.05 (default: dense)")
     args = parser.parse_args(argv)
     recipe = yaml.safe_load(args.recipe.read_text())
+    kept = args.prepared is not None and args.prepared.is_dir()
+    if args.text is None and (args.bundle or not kept):
+        parser.error("--text names no folder, and there are no token ids to use instead; name that of the sources")
     for path in (args.output, *(args.bundle / f"{name}.txt" for name in recipe["bundle"] if args.bundle)):
         if path.exists():
             parser.error(f"{path} exists, and would be written over; move it, or name another folder")
@@ -280,34 +343,50 @@ def main(argv: list[str] | None = None) -> dict:
     torch.manual_seed(recipe["seed"])
     started = time.perf_counter()
 
-    splits = {s: split_source(args.text, s, v, recipe["held_out_every"]) for s, v in sources.items()}
-    if args.bundle:
-        write_bundle(args.bundle, splits, recipe["bundle"])
     family = recipe["model"].pop("model_type", "llama")
     special = {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID, "pad_token_id": EOS_ID}
     config = AutoConfig.for_model(family, **recipe["model"], **special)
     context = config.max_position_embeddings
-    tokenizer = train_tokenizer([d for kept, _ in splits.values() for d in kept], config.vocab_size, context)
-    streams = {s: pack(tokenizer, kept).to(device) for s, (kept, _) in splits.items()}
-    held = {s: (pack(tokenizer, h).to(device), byte_count(h)) for s, (_, h) in splits.items()}
+    with tempfile.TemporaryDirectory() as unkept:
+        prepared = args.prepared or Path(unkept)
+        if args.bundle or not kept:
+            splits = {s: split_source(args.text, s, v, recipe["held_out_every"]) for s, v in sources.items()}
+            if args.bundle:
+                write_bundle(args.bundle, splits, recipe["bundle"])
+            if not kept:
+                write_prepared(prepared, splits, config.vocab_size, context)
+        tokenizer = AutoTokenizer.from_pretrained(prepared)
+        ids = {
+            name: stream.to(device, torch.int32) for name, stream in load_file(prepared / "streams.safetensors").items()
+        }
+        text_bytes = json.loads((prepared / "bytes.json").read_text())
+    streams = {s: ids[f"train.{s}"] for s in sources}
+    held = {s: (ids[f"held.{s}"], text_bytes[f"held.{s}"]) for s in sources}
     report = {
         "training_tokens": {s: len(stream) for s, stream in streams.items()},
-        "training_bytes": {s: byte_count(kept) for s, (kept, _) in splits.items()},
+        "training_bytes": {s: text_bytes[f"train.{s}"] for s in sources},
         "prepare_seconds": round(time.perf_counter() - started, 1),
     }
     print(json.dumps(report), flush=True)
 
-    model = AutoModelForCausalLM.from_config(config).to(device)
+    options = {"experts_implementation": "routed"} if hasattr(config, "num_experts_per_tok") else {}
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="causal", **options).to(device)
     sparsity = None if args.target_density is None else Sparsity(model, args.target_density, settings["steps"])
     started = time.perf_counter()
     report["log"] = train(model, streams, held, settings, recipe["seed"], sparsity)
     report["train_seconds"] = round(time.perf_counter() - started, 1)
     report["tokens_seen"] = settings["steps"] * settings["rows_per_step"] * context
 
-    model.to(torch.bfloat16).save_pretrained(args.output)
+    if options:
+        model.config.output_router_logits = False  # training alone wants them
+    report["sparsity"] = activity(model.to(torch.bfloat16), held, context)
+    model.save_pretrained(args.output)
     tokenizer.save_pretrained(args.output)
-    # What is reported is the saved bfloat16 file, computed in float32.
-    model = AutoModelForCausalLM.from_pretrained(args.output, dtype=torch.float32).to(device).eval()
+    # What is reported of losses is the saved bfloat16 file, computed in float32.
+    options = dict.fromkeys(options, "eager")
+    model = AutoModelForCausalLM.from_pretrained(args.output, dtype=torch.float32, **options).to(device).eval()
+    if sparsity is not None:
+        sparsify(model, backend="reference")
     report["target_density"] = args.target_density
     report["parameters"] = sum(p.numel() for p in model.parameters())
     rows = min(settings["rows_per_step"], 64)

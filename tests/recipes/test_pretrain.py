@@ -10,6 +10,7 @@ import torch
 import yaml
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.models.olmoe.modeling_olmoe import load_balancing_loss_func
 
 from tests.conftest import tiny_llama
 from tests.paths import ROOT
@@ -84,13 +85,32 @@ def test_a_mixture_of_experts_sparse_from_its_first_step(pretrained, script, tmp
     recipe |= {name: sources[name] for name in ("sources", "prompts")}
     recipe["train"] |= {"rows_per_step": 8, "warmup_steps": 2, "eval_every": 10, "mixture": sources["train"]["mixture"]}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    arguments = [str(tmp_path / "recipe.yaml"), "--text", str(folder), "--output", str(tmp_path / "model")]
-    report = script["main"]([*arguments, "--max-steps", "20", "--target-density", "0.1"])
+    arguments = [str(tmp_path / "recipe.yaml"), "--prepared", str(tmp_path / "prepared"), "--output"]
+    sparse = ["--text", str(folder), "--max-steps", "20", "--target-density", "0.1"]
+    report = script["main"]([*arguments, str(tmp_path / "model"), *sparse])
     first, last = report["log"]
     assert last["density"] < first["density"] < 0.5
     assert report["target_density"] == 0.1
+    assert report["sparsity"]["density"] == pytest.approx(last["density"], rel=0.2)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert (type(model).__name__, model.config.ffn_act) == ("TwellOlmoeForCausalLM", "relu")
+    densities = [layer["density"] for layer in report["sparsity"]["layers"]]
+    assert model.config.twell["density"] == pytest.approx(densities, abs=1e-6)  # it keeps six digits
+    assert not model.config.output_router_logits
+
+    dense = script["main"]([*arguments, str(tmp_path / "dense"), "--max-steps", "2"])  # without the text
+    assert dense["training_tokens"] == report["training_tokens"]
+    assert dense["sparsity"]["density"] > 0.99  # an end token is padding, and its embedding stays zero
+    assert (tmp_path / "dense" / "tokenizer.json").read_text() == (tmp_path / "model" / "tokenizer.json").read_text()
+
+
+def test_the_balance_of_a_layer_is_that_of_transformers_and_one_where_experts_are_evenly_used(script):
+    torch.manual_seed(0)
+    logits = torch.randn(2, 40, 6)
+    each = [load_balancing_loss_func((layer,), 6, 2) / 2 for layer in logits]  # theirs is 2 where all are even
+    assert script["balance_loss"](tuple(logits), 2).item() == pytest.approx(torch.stack(each).mean().item(), rel=1e-6)
+    even = 1e-3 * torch.eye(6).add(torch.eye(6).roll(1, 0))
+    assert script["balance_loss"]((even,), 2).item() == pytest.approx(1, rel=1e-6)
 
 
 def test_the_tokenizer_gives_the_text_back_between_its_special_tokens(pretrained):
@@ -169,7 +189,7 @@ def test_each_step_reads_other_windows_and_takes_a_gradient_and_learning_rate_of
             windows.extend(tuple(row.tolist()) for row in inputs["input_ids"])
             fresh.append(all(parameter.grad is None for parameter in model.parameters()))
 
-    model.register_forward_pre_hook(forward, with_kwargs=True)
+    model.base_model.register_forward_pre_hook(forward, with_kwargs=True)
     stepped = register_optimizer_step_pre_hook(lambda optimizer, *_: rates.append(optimizer.param_groups[0]["lr"]))
     recipe = yaml.safe_load((DEMO / "pretrain.yaml").read_text())["train"]
     recipe |= {"steps": 4, "warmup_steps": 2, "rows_per_step": 4, "eval_every": 2, "learning_rate": 1e-3}
