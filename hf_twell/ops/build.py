@@ -64,10 +64,14 @@ def status(name: str, *, build: bool = False) -> BackendStatus:
         return _outcomes[name]
     wrong = ""
     try:
-        paths, complaints = zip(*map(_load_found, _libraries(name)), strict=True)
-        wrong = "".join(complaints)
-        if all(paths):
-            return BackendStatus(name, True, f"{wrong}{_origin(paths[-1])}")
+        for library in _libraries(name):
+            path, complaint = _load_found(library)
+            wrong += complaint
+            if path is None:  # without the operators their implementation is not loaded
+                break
+            origin = _origin(path)
+        else:
+            return BackendStatus(name, True, f"{wrong}{origin}")
         toolchain.compiler()
         if name == "cuda":
             toolchain.nvcc()
