@@ -24,6 +24,7 @@ CPU, CPU_INT8 = EPYC.format("2026-11-21"), EPYC.format("int8-2026-11-27")
 COLUMNS = "kernels/twell_cuda/bench/h200-columns-2026-11-28/rows.jsonl"
 CUDA_EXPERTS = "kernels/twell_cuda/bench/h200-experts-2026-11-28/rows.jsonl"
 DENSE_STEPS = ("eager", "compiled", "dense_ffn")
+MANY_EXPERTS = "kernels/twell_cuda/bench/h200-experts-2026-11-29/rows.jsonl"
 EXPERTS = "kernels/twell_cpu/bench/xeon-experts-2026-11-28/bench.jsonl"
 SMOLLM2, STUDY = "model_cards/smollm2/pretrained.jsonl", "model_cards/study/study.jsonl"
 TRIALS, SNIPPET, DEMO = (
@@ -642,9 +643,9 @@ def backends() -> Entries:
     training = [100 * most for _, most in limit("kCudaTrainingLimits")[1:]]
     yield "{:.1f} % up to 2,048; {:.1f} % up to 8,192; {:.1f} % above", *training
     yield "a union of {:.0f} % from {:,} tokens on, {:.0f} % from {:,}, {:.0f} % from {:,}", *training_unions()
-    ((tokens, most), _) = limit("kCudaExpertLimits")
-    text = "9.0: {:.0f} % up to {} tokens an expert on average, and {:,} pairs"
-    yield text, 100 * most, tokens, limit("kCudaExpertPairs")
+    (few, most_few), (many, most_many), _ = limit("kCudaExpertLimits")
+    text = "9.0: {:.0f} % up to {} tokens an expert on average, {:.0f} % up to {}, and {:,} pairs"
+    yield text, 100 * most_few, few, 100 * most_many, many, limit("kCudaExpertPairs")
     on_cpu, with_amx = ([100 * most for _, most in limit(name)[1:]] for name in ("kCpuLimits", "kCpuLimitsAmx"))
     text = "{:.0f} % up to 8; {:.0f} % up to 32; {:.0f} % above, in float32 from 257 on {:.0f} %; {:.0f} % in training"
     yield text, *on_cpu, 100 * limit("kCpuLimitsFloat32")[-1][1], 100 * limit("kCpuTrainingMaxDensity")
@@ -997,9 +998,14 @@ def experts() -> Entries:
             for of in both
         ]
         yield text, both[0]["tokens"], *shown[0], *shown[1]
-    (tokens, most), _ = limit("kCudaExpertLimits")
-    text = "where an expert has up to {} tokens on average and at most {:.0f} % are active"
-    yield text, tokens, 100 * most
+    (few, most_few), (many, most_many), _ = limit("kCudaExpertLimits")
+    text = "up to {:.0f} % active where an expert has up to {} tokens on average, and up to {:.0f} % with up to {}"
+    yield text, 100 * most_few, few, 100 * most_many, many
+    most, half, sparser = (of for of in rows(MANY_EXPERTS) if of["tokens"] > 64)
+    text = "with {} tokens, {:.1f} % active, gained {:.2f}, and with {} tokens {:.2f} ({:.1f} %) and {:.2f} ({:.1f} %)"
+    gains = [of["compiled_us"] / of["auto_us"] for of in (most, half, sparser)]
+    shares = [100 * of["density"] for of in (most, half, sparser)]
+    yield text, most["tokens"], shares[0], gains[0], half["tokens"], gains[1], shares[1], gains[2], shares[2]
 
 
 def quotes() -> dict[str, list[Quote]]:
