@@ -378,7 +378,7 @@ def test_a_missing_or_broken_nvcc_is_named(tmp_path, monkeypatch):
 
 
 def test_make_names_a_missing_nvcc_and_what_needs_none():
-    done = finished("make", "cuda-compiler", cwd=ROOT, env={"CUDA_HOME": "/nowhere"})
+    done = finished("make", "--no-print-directory", "cuda-compiler", cwd=ROOT, env={"CUDA_HOME": "/nowhere"})
     assert done.returncode != 0
     assert done.stdout.endswith("or leave them out: make cuda-compiler BACKENDS=cpu\n")
 
