@@ -38,6 +38,7 @@ from hf_twell.ops.experts import routed
 from hf_twell.train.controller import DensityController
 
 BOS, EOS = "<|startoftext|>", "<|endoftext|>"
+STREAMS = "streams.safetensors"
 BOS_ID, EOS_ID = 0, 1
 # Books differ in how they set quotation marks and dashes; one form for each saves vocabulary. Italics' underscores go.
 PLAIN = {ord(c): '"' for c in "\u201c\u201d"} | {ord(c): "'" for c in "\u2018\u2019\u201b"}
@@ -131,7 +132,7 @@ def write_prepared(directory: Path, splits: dict, vocab_size: int, context: int)
     parts = {f"{name}.{s}": t for s, split in splits.items() for name, t in zip(("train", "held"), split, strict=True)}
     tokenizer.save_pretrained(directory)
     (directory / "bytes.json").write_text(json.dumps({name: byte_count(t) for name, t in parts.items()}) + "\n")
-    save_file({name: pack(tokenizer, t) for name, t in parts.items()}, directory / "streams.safetensors")
+    save_file({name: pack(tokenizer, t) for name, t in parts.items()}, directory / STREAMS)
 
 
 def routed_experts(
@@ -323,14 +324,16 @@ def main(argv: list[str] | None = None) -> dict:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", type=Path)
     parser.add_argument("--text", type=Path, help="folder with the sources")
-    parser.add_argument("--prepared", type=Path, help="folder for the token ids; one that exists takes --text's place")
+    parser.add_argument(
+        "--prepared", type=Path, help="folder for the token ids; if they are there, they take --text's place"
+    )
     parser.add_argument("--output", type=Path, required=True, help="folder for the model")
     parser.add_argument("--bundle", type=Path, help="also write the demo's train.txt and heldout.txt here")
     parser.add_argument("--max-steps", type=int, help="train for at most this many steps")
     parser.add_argument("--target-density", type=float, help="share of active neurons, such as 0.05 (default: dense)")
     args = parser.parse_args(argv)
     recipe = yaml.safe_load(args.recipe.read_text())
-    kept = args.prepared is not None and args.prepared.is_dir()
+    kept = args.prepared is not None and (args.prepared / STREAMS).is_file()  # what is written last
     if args.text is None and (args.bundle or not kept):
         parser.error("--text names no folder, and there are no token ids to use instead; name that of the sources")
     for path in (args.output, *(args.bundle / f"{name}.txt" for name in recipe["bundle"] if args.bundle)):
@@ -356,9 +359,7 @@ def main(argv: list[str] | None = None) -> dict:
             if not kept:
                 write_prepared(prepared, splits, config.vocab_size, context)
         tokenizer = AutoTokenizer.from_pretrained(prepared)
-        ids = {
-            name: stream.to(device, torch.int32) for name, stream in load_file(prepared / "streams.safetensors").items()
-        }
+        ids = {name: stream.to(device, torch.int32) for name, stream in load_file(prepared / STREAMS).items()}
         text_bytes = json.loads((prepared / "bytes.json").read_text())
     streams = {s: ids[f"train.{s}"] for s in sources}
     held = {s: (ids[f"held.{s}"], text_bytes[f"held.{s}"]) for s in sources}

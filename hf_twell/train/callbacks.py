@@ -28,7 +28,6 @@ from hf_twell.train.penalty import L1Penalty
 from hf_twell.train.resuming import CompleteCheckpoints, detach_earlier, steps_of, unwrap, wrap
 from hf_twell.train.revival import Revival, check_optimizer
 from hf_twell.train.schedule import REMOVED, WARMUPS, check_schedule, whole_steps
-from hf_twell.train.step_counts import StepCounts
 from hf_twell.train.trainer_card import use_model_card
 from hf_twell.train.trainers import check_batches, check_trainer
 
@@ -275,9 +274,10 @@ class SparsityCallback(TrainerCallback):
         counts, step = self.penalty.end_step(), state.global_step
         if counts is None:
             return
-        self._smooth_density(counts)
+        density = counts.density()
+        self._smooth_density(density, counts.tokens)
         if self.controller is not None:
-            measured = counts.density() if self.target == "target_density" else counts.union()
+            measured = density if self.target == "target_density" else counts.union()
             progress = self.progress(step + 1)
             self.penalty.layer_weights = self.controller.update(measured, counts.size(self.term), progress)
         if self.revival is not None:
@@ -294,11 +294,10 @@ class SparsityCallback(TrainerCallback):
         if whole and steps_of(self.trainer) == state.global_step and self._density is not None:
             record_density(self.penalty.config, self.penalty.ffns, self._density.tolist())
 
-    def _smooth_density(self, counts: StepCounts) -> None:
-        density = counts.density()
+    def _smooth_density(self, density: torch.Tensor, tokens: torch.Tensor) -> None:
         before = density if self._density is None else self._density
         now = smoothed(before, density, self.trainer.state.max_steps)
-        self._density = torch.where(counts.tokens > 0, now, before)  # not a step that broke off, or of padding alone
+        self._density = torch.where(tokens > 0, now, before)  # not a step that broke off, or of padding alone
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if not args.should_save:
