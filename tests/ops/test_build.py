@@ -438,9 +438,6 @@ def test_a_library_that_came_with_the_package_is_taken_where_it_fits(tmp_path, m
     for version, found in (("13.2", True), ("12.8", False), (None, False)):
         monkeypatch.setattr(torch.version, "cuda", version)
         assert bool(build.find_libraries("cuda")) == found, version
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.version, "cuda", "12.8")
-    assert f"{cuda} is not for CUDA 12.8, which PyTorch has; " in build.status("cuda").reason
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setenv("HF_TWELL_CUDA_ARCH", "sm_90a")
     assert not build.find_libraries("cuda"), "named architectures are compiled"
@@ -452,7 +449,6 @@ def test_a_library_that_came_with_the_package_is_taken_where_it_fits(tmp_path, m
 
     prebuilt.write_bytes(b"damaged")
     assert not build.find_libraries("cpu")
-    assert f"{prebuilt} is damaged" in build.status("cpu").reason
     prebuilt.write_bytes(b"")
     monkeypatch.setattr(toolchain, "STABLE_ABI_TARGET", "0x0263000000000000")
     assert not build.find_libraries("cpu"), "of another ABI"
@@ -461,7 +457,7 @@ def test_a_library_that_came_with_the_package_is_taken_where_it_fits(tmp_path, m
 @needs_compiler
 def test_status_names_the_library_that_loads(tmp_path, monkeypatch):
     """What was compiled here, where the package's own library does not load."""
-    _, compiled = ((build.find_libraries(name) or [build.compile_library(name)])[0] for name in ("ops", "cpu"))
+    ops, compiled = ((build.find_libraries(name) or [build.compile_library(name)])[0] for name in ("ops", "cpu"))
     monkeypatch.setattr(build, "PREBUILT", tmp_path)
     monkeypatch.setattr(build, "_outcomes", {})
     empty = tmp_path / "empty"
@@ -471,3 +467,16 @@ def test_status_names_the_library_that_loads(tmp_path, monkeypatch):
     assert available
     assert reason.startswith(f"{prebuilt} does not load (")
     assert reason.endswith(f"; compiled: {compiled}")
+    prebuilt.write_bytes(b"damaged")
+    assert build.status("cpu").reason == f"compiled: {compiled}"
+    monkeypatch.setenv("HF_TWELL_CACHE", str(tmp_path))
+    (tmp_path / ops.name).symlink_to(ops)
+    assert build.status("cpu").reason.startswith(f"{prebuilt} is damaged; the first use compiles it into ")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(toolchain, "architectures", lambda: ["sm_90a"])
+    monkeypatch.delenv("HF_TWELL_CUDA_ARCH", raising=False)
+    empty.touch()
+    prebuilt = empty.rename(tmp_path / build.file_name(build.prebuilt_stem("cuda", "13.0"), empty))
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    assert build.status("cuda").reason.startswith(f"{prebuilt} is not for CUDA 12.8, which PyTorch has; ")
