@@ -359,6 +359,8 @@ def main(argv: list[str] | None = None) -> dict:
             if not kept:
                 write_prepared(prepared, splits, config.vocab_size, context)
         tokenizer = AutoTokenizer.from_pretrained(prepared)
+        if len(tokenizer) > config.vocab_size:
+            parser.error(f"{prepared} has {len(tokenizer)} tokens, the recipe {config.vocab_size}; name another folder")
         ids = {name: stream.to(device, torch.int32) for name, stream in load_file(prepared / STREAMS).items()}
         text_bytes = json.loads((prepared / "bytes.json").read_text())
     streams = {s: ids[f"train.{s}"] for s in sources}

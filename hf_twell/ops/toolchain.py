@@ -71,7 +71,8 @@ def nvcc() -> str:
     wanted = [f"{home}/bin/nvcc"] if home else ["nvcc", "/usr/local/cuda/bin/nvcc"]
     found = next(filter(None, map(shutil.which, wanted)), None)
     if found is None:
-        raise BuildError(f"no nvcc found (looked for {', '.join(wanted)}); install the CUDA toolkit, or set CUDA_HOME")
+        ways = "install the CUDA toolkit, set CUDA_HOME, or install a wheel that `make wheel` built elsewhere"
+        raise BuildError(f"no nvcc found (looked for {', '.join(wanted)}); {ways}")
     return found
 
 

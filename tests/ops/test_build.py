@@ -348,7 +348,7 @@ def test_a_missing_or_broken_nvcc_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TWELL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_TWELL_CUDA_ARCH", "sm_80")
     monkeypatch.setenv("CUDA_HOME", "/nowhere")
-    says = r"no nvcc found \(looked for /nowhere/bin/nvcc\); install the CUDA toolkit"
+    says = r"no nvcc found \(looked for /nowhere/bin/nvcc\); install the CUDA toolkit, set CUDA_HOME"
     with pytest.raises(toolchain.BuildError, match=says):
         build.compile_library("cuda")
     home = fake_nvcc(tmp_path / "toolkit", "13.0.88")

@@ -74,7 +74,7 @@ def test_a_few_steps_on_a_cpu_learn_and_save_a_model_that_loads(pretrained):
     assert sum(p.numel() for p in model.parameters()) == report["parameters"]
 
 
-def test_a_mixture_of_experts_sparse_from_its_first_step(pretrained, script, tmp_path):
+def test_a_mixture_of_experts_sparse_from_its_first_step(pretrained, script, tmp_path, capsys):
     """The recipe's own YAML, with a tiny model; what it saves has a type of our own."""
     folder, _ = pretrained
     recipe = yaml.safe_load((RECIPES / "demo" / "pretrain-experts.yaml").read_text())
@@ -102,6 +102,12 @@ def test_a_mixture_of_experts_sparse_from_its_first_step(pretrained, script, tmp
     assert dense["training_tokens"] == report["training_tokens"]
     assert dense["sparsity"]["density"] > 0.99  # an end token is padding, and its embedding stays zero
     assert (tmp_path / "dense" / "tokenizer.json").read_text() == (tmp_path / "model" / "tokenizer.json").read_text()
+
+    recipe["model"]["vocab_size"] = 300
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    with pytest.raises(SystemExit):
+        script["main"]([*arguments, str(tmp_path / "smaller")])
+    assert "has 320 tokens, the recipe 300" in capsys.readouterr().err
 
 
 def test_the_balance_of_a_layer_is_that_of_transformers_and_one_where_experts_are_evenly_used(script):
