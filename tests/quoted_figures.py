@@ -55,22 +55,26 @@ NONE = "\u2013"
 # Settings, and the density at which something was measured.
 GIVEN = {
     "README.md": (
-        "| active neurons | 20 % | 10 to 11 % | 5 % | 5 %, neighbours share | 2 % | 0.5 % |",
-        "neighbours share, 5 % |",
+        "| active neurons | all | 20 % | 10 to 11 % | 5 % | 5 %, neighbours share | 2 % | 0.5 % |",
+        "random weights and 0.5 % active",
+        "Qwen-Coder-0.5B | 100 % |",
+        "one sequence | 1 |",
+        "decoding 16 at once | 1 |",
+        "prefill of 16,384 tokens | 1 |",
+        "without `share` | 1 |",
+        "16 at once | 64 | prefill",
+        "your text, some 30 MB",
+        "Qwen-Coder-0.5B, 5 %, neighbours share |",
         "random weights, 11 %",
-        "the same, 0.5 %",
-        "0.5 % (2.1 %)",
+        "the same at 0.5 %",
         "random weights, 0.5 %",
-        "At 10 %, losses",
-        "Fp8 at 2.1 % loses",
-        "0.99 at 11 %",
-        "at 0.5 % | llama.cpp",
+        "at 50 %). 4096",
+        "16 bytes a parameter, 2 to 4 more",
         "(to 5 % 310M, to 2 % 120M)",
         "With 25M, 10 % keep",
         "SmolLM2-135M took 1.5e-3",
         "lost least at 1.5e-4, and 6e-4 ruined it",
         "sweep from 3e-4",
-        "`warmup_steps` is 0.4 in longer",
         "(2.6 GB; more with CUDA)",
         "less than four minutes of two quiet cores",
         "train by kernels 9.0 (H100, H200)",
@@ -417,14 +421,15 @@ def readme() -> Entries:
     """The tables of quality and speed, and of uses; and what is said before the examples."""
     dense = smollm2("parent"), smollm2("dense/150M/seed0")
     kept_of = [kept_of_better(smollm2(f"count/{run}/seed0"), *dense) for run in BEST[1:]]
-    text = f"SmolLM2-135M, over its parent, trained on |{' {:.0f} % |' * 3} {NONE} | {{:.0f}} % | no run |"
-    yield text, *kept_of
+    text = f"*tasks kept*: SmolLM2-135M |{' {:.0f} % |' * 4} {NONE} | {{:.0f}} % | {NONE} |"
+    yield text.replace("*", ""), kept_of_better(dense[0], *dense), *kept_of
     coders = *map(qwen_kept, QWEN_RUNS), qwen_shared()[2]
-    yield f"Qwen-Coder-0.5B, over its parent | {NONE} |{' {:.0f} % |' * 3} {NONE} | no run |", *coders
+    yield f"Qwen-Coder-0.5B | 100 % | {NONE} |{' {:.0f} % |' * 3} {NONE} | {NONE} |", *coders
+    yield "It keeps {:.0f} to {:.0f} % of its text tasks", *span(coders)
     active, shared = (1126, 600, 300, 120, 30), row(UNIONS, tokens=16_384, requested_l0=327)
     for name, tokens in (("one block: decoding one sequence", 1), ("decoding 16 at once", 16)):
         gains = [speedup(block(FEW, tokens, l0)) for l0 in active]
-        yield f"| {name} |{' {:.2f} |' * 6}", *gains[:3], gains[2], *gains[3:]
+        yield f"| {name} | 1 |{' {:.2f} |' * 6}", *gains[:3], gains[2], *gains[3:]
     beside = {"forward": speedup(shared), "forward+backward": of_columns("5.8", 16_384)[1]}
     for name, direction in (
         ("prefill of 16,384 tokens", "forward"),
@@ -433,25 +438,24 @@ def readme() -> Entries:
         paths = {1126: (DENSITY, 1126), 300: (DENSITY, 298)}
         found = [paths.get(l0, (MAIN, l0)) for l0 in active]
         gains = [speedup(block(path, 16_384, l0, **{"pass": direction})) for path, l0 in found]
-        yield f"| {name} |{' {:.2f} |' * 6}", *gains[:3], beside[direction], *gains[3:]
+        yield f"| {name} | 1 |{' {:.2f} |' * 6}", *gains[:3], beside[direction], *gains[3:]
 
-    loads = [("decode", 1), ("decode", 16), ("prefill", 8)]
+    loads = [("decode", 1), ("decode", 16), ("decode", 64), ("prefill", 8)]
     models = {
-        "neighbours share, 5 % |": [qwen_steps(*load) for load in loads],
+        "Qwen-Coder-0.5B, 5 %, neighbours share |": [qwen_steps(*load) for load in loads],
         "random weights, 11 % |": [steps("l0-600")[load] for load in loads],
-        "| the same, 0.5 % |": [steps("bf16")[load] for load in loads],
+        "| the same at 0.5 % |": [steps("bf16")[load] for load in loads],
         "8B's shape, random weights, 0.5 % |": [steps("8b")[load] for load in loads],
     }
     for name, found in models.items():
-        told = [(ratio(sides), *(quotient(rates(sides)) if rates(sides) else ())) for sides in found]
-        cells = [" {:.2f} / {:.2f} |" if len(each) > 1 else f" {{:.2f}} / {NONE} |" for each in told]
+        told = [(*(quotient(rates(sides)) if rates(sides) else ()), ratio(sides)) for sides in found]
+        cells = [" {:.2f} ({:.2f}) |" if len(each) > 1 else f" {NONE} ({{:.2f}}) |" for each in told]
         yield name + "".join(cells), *(value for each in told for value in each)
-    fp8 = [steps("fp8", run) for run in ("h200-vllm-2026-11-27", "h200-vllm-8bit-l0-120-2026-11-26")]
-    yield f"0.5 % (2.1 %) |{' {:.2f} ({:.2f}) |' * 3}", *(ratio(run[load]) for load in loads for run in fp8)
-    one = qwen_steps("prefill", 1)
-    yield "in the first model: {:.2f} / {:.2f}.", ratio(one), *quotient(rates(one))
-    trained = speedup(row(MAIN, bench="train", commit="ebf9822"))
-    yield "Its training step: {:.2f}, the third's {:.2f}", qwen_training(), trained
+    yield "prompts {:.2f} times as fast, and decodes", *quotient(rates(qwen_steps("prefill", 8)))
+    yield "shape decodes {:.2f} times as fast", *quotient(rates(steps("8b")["decode", 1]))
+    text = "the third model gains {:.2f}, {:.2f}, {:.2f} and {:.2f} over fp8"
+    yield text, *(ratio(steps("fp8")[load]) for load in loads)
+    yield "{:.2f} where {:.2f} stands", speedup(shape(4096)), speedup(block(FEW, 1, 30))
 
     (coder,) = (each["written_first_64"] for each in rows(QWEN, run="parent") if "written_first_64" in each)
     solved = [
@@ -459,14 +463,8 @@ def readme() -> Entries:
         for each in rows(QWEN_OWN_TEXT)
         if "humaneval_instruct" in each.get("written", {})
     ]
-    text = "HumanEval fell from {:.0f} % to {:.0f} to {:.0f} % where scored"
+    text = "HumanEval fell from {:.0f} % (its first 64 problems) to {:.0f} to {:.0f} % where scored"
     yield text, 100 * coder["humaneval_instruct"]["pass@1,create_test"]["value"], *span(solved)
-    yield "SmolLM2's itself keeps {:.0f} %", kept_of_better(dense[0], *dense)
-    losses = (
-        above(smollm2(f"count/{BEST[2]}/seed0"), *dense),
-        above(qwen(QWEN_RUNS[0]), qwen("parent"), qwen("dense-26M")),
-    )
-    yield "losses end {:.1f} and {:.0f} % above dense ones, trained on", *losses
     some, many = (smollm2(f"count/0.098/{tokens}/seed0") for tokens in ("25M", "350M"))
     yield "in {:.0f} minutes of an H200", many["minutes"]
     yield "With 25M, 10 % keep {:.0f} %", kept_of_better(some, *dense)
@@ -476,25 +474,16 @@ def readme() -> Entries:
         *(one["training"]["minutes"] for one in coders),
     )
 
-    few, many = {tokens: 100 * most for tokens, _, _, most in limit("kCudaLimits")}, limit("kCudaLimits")[-4:]
-    half, most = block(FEW, 64, 2800), 100 * many[0][1]
-    text = "{:.0f} % up to 64 sequences (64 gain {:.2f}; with the whole Llama {:.2f} at 11 %); {:.1f} % above."
-    yield text, density(half), speedup(half), ratio(steps("l0-600")["decode", 64]), most
-    text = "4096 x 14336: {:.0f} % for one; {:.0f} % for 16; {:.1f} % for 64; {:.1f} % above |"
-    yield text, few[2], few[16], few[64], few[512]
-    text = "| prefill | {:.1f} % up to 512 tokens; {:.1f} % up to 1,024; {:.0f} % up to 2,048; {:.0f} % above;"
-    yield text, *(100 * most for _, most, _, _ in many)
-    text = "none up to 1,024 tokens; {:.1f} % up to 2,048; {:.1f} % up to 8,192; {:.1f} % above |"
-    yield text, *(100 * most for _, most in limit("kCudaTrainingLimits")[1:])
-    half, twentieth, all_of_them = (block(CPU, 1, l0, dtype="bfloat16") for l0 in (2816, 300, 5600))
-    generated = row(CPU, bench="generate", dtype="bfloat16")
-    yield (
-        "any: {:.2f} at {:.0f} %, mostly from one fused kernel ({:.2f} at {:.0f} %), {:.2f} at {:.1f} %; "
-        "8 whole layers {:.2f} at 0.5 % |",
-        *(value for one in (half, all_of_them, twentieth) for value in (speedup(one), density(one))),
-        generated["sparse_tokens_per_s"] / generated["dense_tokens_per_s"],
-    )
-    text = "82M parameters: a loss {:.1f} to {:.1f} % below dense, at {:.1f} %, one"
+    few, many = {tokens: 100 * most for tokens, _, _, most in limit("kCudaLimits")}, limit("kCudaLimits")[-1]
+    half = block(FEW, 64, 2800)
+    yield "up to 64 sequences (64 gain {:.2f} at {:.0f} %)", speedup(half), density(half)
+    yield "4096 x 14336: {:.0f} % for one; {:.0f} % for 16; {:.1f} % for 64 |", few[2], few[16], few[64]
+    yield "| prefill | {:.0f} % above 2,048 tokens;", 100 * many[1]
+    yield "| training | {:.1f} % above 8,192 tokens a micro-batch", 100 * limit("kCudaTrainingLimits")[-1][1]
+    half, twentieth = (block(CPU, 1, l0, dtype="bfloat16") for l0 in (2816, 300))
+    text = "any: {:.2f} at {:.0f} %, {:.2f} at {:.1f} % |"
+    yield text, *(value for one in (half, twentieth) for value in (speedup(one), density(one)))
+    text = "82M parameters ended {:.1f} to {:.1f} % below dense, at {:.1f} % |"
     yield text, *from_scratch(), study_density(("from scratch", 0.01))
     snippet = row(SNIPPET)
     yield "from a loss of {:.2f} on WikiText-2 to {:.2f}", snippet["dense"]["wikitext"], snippet["after"]["wikitext"]
