@@ -182,7 +182,6 @@ GIVEN = {
         "Half of it is books and textbooks, half the parent's own",
         "lowest at 1.5e-3 to 3e-3, and Trainer's default (5e-5)",
         "1.5e-4 lost least, 3e-4 more, and 6e-4 ruined it",
-        "Twice as many tokens leave",
         "At 10 %, an excess of 2 %",
         "0.65 of the trained model and 0.35 of the parent",
         "Half as much text at 0.8 reads",
@@ -726,7 +725,8 @@ def converting() -> Entries:
     yield "120M {:+.1f} % and {:.0f} %", above(some, parent, control), kept(some, control)
     yield "350M {:+.1f} % and {:.0f} %", above(many, parent, control), kept(many, control)
     earlier, averaged = smollm2("earlier method/0.1/30M/seed0"), smollm2("averaged")
-    yield "ended at {:+.1f} % and {:.0f} % with 30M tokens", above(earlier, parent, books), kept(earlier, books)
+    text = "ended with a loss {:.1f} % higher and kept {:.0f} % of the tasks, with 30M"
+    yield text, above(earlier, parent, books), kept(earlier, books)
     yield "took {:.0f} minutes of half an H200 and at most {:.1f} GiB", some["minutes"], some["peak_mib"] / 1024
     yield "Its teacher took {:.0f} minutes more", books["minutes"]
 
@@ -738,7 +738,7 @@ def converting() -> Entries:
     for each in rows(SMOLLM2, name="count"):
         points.setdefault(f"{each['density']:.1g}", []).append((each["tokens"], above(each, parent, nearest(each))))
     fitted = {density: found for density, found in points.items() if len({tokens for tokens, _ in found}) > 2}
-    yield "leave {:.0f} to {:.0f} % of the excess", *span([100 * 2 ** power_of(found)[0] for found in fitted.values()])
+    yield "leaves {:.0f} to {:.0f} % of the excess", *span([100 * 2 ** power_of(found)[0] for found in fitted.values()])
     yield "At 10 %, an excess of 2 % would take {:.1f} billion", tokens_for(2, fitted["0.1"]) / 1e9
     yield "lost {:.2f} % less than the better of both", -above(averaged, parent, books)
     yield "and kept {:.0f} % of the tasks", kept(averaged, books)
@@ -872,8 +872,8 @@ def serving() -> Entries:
     engine, vllm = "hf_twell/serving/vllm_engine.py", "tests/vllm_engines.py"
     yield "vLLM asks for {:.0f} % of the memory", 100 * constant(engine, "MEMORY_SHARE")
     on_cpu = [100 * limit(name) for name in ("kVllmCpuMaxDensity", "kVllmCpuInt8MaxDensity")]
-    yield "densities of up to {:.0f} % alone, in int8 of up to {:.0f} %", *on_cpu
-    for text in ("up to {:.0f} % active or where", "at most {:.0f} % active neurons"):
+    yield "densities of up to {:.0f} %; with int8 weights, of up to {:.0f} %", *on_cpu
+    for text in ("up to {:.0f} % active, or where", "at most {:.0f} % active neurons"):
         yield text, 100 * limit("kVllmCuda8BitMaxDensity")
     same = exponential(constant(vllm, "SAME"))
     yield "log-probabilities differ by less than {} (root mean square)", same

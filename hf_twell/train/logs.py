@@ -112,7 +112,7 @@ def warn_of_miss(controller: DensityController, ffns: list[SparseBlock], *, targ
         names = [f"the layers' mean is {sum(missed.values()) / len(missed):.2%}"]
     logger.warning(
         "%s=%g was missed by more than a tenth: %s; give more steps, a higher learning rate or "
-        "another warmup_steps (0.1 of many steps, 0.4 of about a hundred)",
+        "another warmup_steps",
         target,
         controller.target_density,
         ", ".join(names),
