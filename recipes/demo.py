@@ -14,6 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from hf_twell.cli.endings import ending_in_one_line
 from hf_twell.cli.output import quiet_others
 
 quiet_others()  # before the imports that would warn
@@ -50,7 +51,7 @@ assert "hf_twell" not in sys.modules
 """
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("changes", nargs="*", metavar="KEY=VALUE", help="in place of the values of recipes/demo.yaml")
     changes = parser.parse_args().changes
@@ -89,6 +90,7 @@ def main() -> None:
     print("\nThe dense model is better: this training, short as its warning says, shows how it works, not its cost.")
     print(f"\ndone in {time.monotonic() - started:.0f} s")
     print(NEXT.format(model=result["model"]))
+    return 0
 
 
 def quality(name: str, figures: dict, sparsity: dict) -> list:
@@ -157,4 +159,4 @@ def say(line: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(ending_in_one_line("demo.py", main))
