@@ -71,7 +71,7 @@ GIVEN = {
         "at 50 %). 4096",
         "16 bytes a parameter, 2 to 4 more",
         "(to 5 % 310M, to 2 % 120M)",
-        "With 25M, 10 % keep",
+        "With 25M, that to 10 %",
         "SmolLM2-135M took 1.5e-3",
         "lost least at 1.5e-4, and 6e-4 ruined it",
         "sweep from 3e-4",
@@ -432,7 +432,7 @@ def readme() -> Entries:
     beside = {"forward": speedup(shared), "forward+backward": of_columns("5.8", 16_384)[1]}
     for name, direction in (
         ("prefill of 16,384 tokens", "forward"),
-        ("training on 16,384, without `share`", "forward+backward"),
+        ("training step of 16,384, without `share`", "forward+backward"),
     ):
         paths = {1126: (DENSITY, 1126), 300: (DENSITY, 298)}
         found = [paths.get(l0, (MAIN, l0)) for l0 in active]
@@ -452,7 +452,7 @@ def readme() -> Entries:
         yield name + "".join(cells), *(value for each in told for value in each)
     yield "prompts {:.2f} times as fast, and decodes", *quotient(rates(qwen_steps("prefill", 8)))
     yield "shape decodes {:.2f} times as fast", *quotient(rates(steps("8b")["decode", 1]))
-    text = "the third model gains {:.2f}, {:.2f}, {:.2f} and {:.2f} over fp8"
+    text = "In fp8 row three gains {:.2f}, {:.2f}, {:.2f} and {:.2f} over fp8"
     yield text, *(ratio(steps("fp8")[load]) for load in loads)
     yield "{:.2f} where {:.2f} stands", speedup(shape(4096)), speedup(block(FEW, 1, 30))
 
@@ -466,7 +466,7 @@ def readme() -> Entries:
     yield text, 100 * coder["humaneval_instruct"]["pass@1,create_test"]["value"], *span(solved)
     some, many = (smollm2(f"count/0.098/{tokens}/seed0") for tokens in ("25M", "350M"))
     yield "in {:.0f} minutes of an H200", many["minutes"]
-    yield "With 25M, 10 % keep {:.0f} %", kept_of_better(some, *dense)
+    yield "With 25M, that to 10 % keeps {:.0f} %", kept_of_better(some, *dense)
     coders = qwen(QWEN_RUNS[0]), qwen("union25-half", QWEN_OWN_TEXT)
     yield (
         "26M in {:.0f} minutes; where neighbours share, 46M in {:.0f}.",
@@ -482,7 +482,7 @@ def readme() -> Entries:
     half, twentieth = (block(CPU, 1, l0, dtype="bfloat16") for l0 in (2816, 300))
     text = "any: {:.2f} at {:.0f} %, {:.2f} at {:.1f} % |"
     yield text, *(value for one in (half, twentieth) for value in (speedup(one), density(one)))
-    text = "82M parameters ended {:.1f} to {:.1f} % below dense, at {:.1f} % |"
+    text = "82M parameters: a loss {:.1f} to {:.1f} % below dense, at {:.1f} % |"
     yield text, *from_scratch(), study_density(("from scratch", 0.01))
     snippet = row(SNIPPET)
     yield "from a loss of {:.2f} on WikiText-2 to {:.2f}", snippet["dense"]["wikitext"], snippet["after"]["wikitext"]
