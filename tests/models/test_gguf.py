@@ -10,6 +10,8 @@ import pytest
 import torch
 import transformers as tf
 from safetensors.torch import load_file
+from transformers.integrations import GGUF_CONFIG_MAPPING
+from transformers.integrations.gguf.gguf_config_mapping import GGUF_CONFIG_ARCHS
 
 from hf_twell import TwellLlamaForCausalLM, TwellQwen3_5ForCausalLM, sparsify
 from hf_twell.blocks.modeling import sparse_ffns
@@ -104,6 +106,8 @@ FAMILIES = {
 @pytest.mark.parametrize("name", FAMILIES)
 def test_other_families_come_exactly_or_are_refused(name, tmp_path):
     """With what their files say and Transformers passes over; or, refused, without just that."""
+    if name == "qwen35moe" and name not in GGUF_CONFIG_ARCHS:
+        pytest.skip("needs a newer Transformers")
     model_class, config_class, changes = FAMILIES[name]
     heads = {"head_dim": 16, "query_pre_attn_scalar": 16} if name.startswith("gemma") else {}
     torch.manual_seed(0)
@@ -186,10 +190,8 @@ def test_another_family_is_refused_by_the_first_bytes(name, why, tmp_path):
 
 def test_no_family_is_left_out():
     """What Transformers reads of others, this package does not convert."""
-    from transformers.integrations import GGUF_CONFIG_MAPPING
-
     others = {"bloom", "deci", "falcon", "gpt2", "gptoss", "lfm2", "mamba", "minimaxm2", "t5", "umt5"}
-    read = {name.replace("_", "") for name in GGUF_CONFIG_MAPPING} - {"general", "tokenizer"}
+    read = {name.replace("_", "") for name in (*GGUF_CONFIG_MAPPING, *GGUF_CONFIG_ARCHS)} - {"general", "tokenizer"}
     assert read <= {*ARCHITECTURES, *MISREAD, *others, "mistral"}, "to be tried"
 
 
