@@ -39,6 +39,7 @@ def write_gguf(path, model, tokenizer=None, *, kind="F32", tensors=None, change=
         writer.add_rope_dimension_count(int(rope.get("partial_rotary_factor", 1.0) * head_dim))
     elif architecture == "gemma4":
         writer.add_key_length(config.per_layer_config[-1].head_dim)
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
     elif "head_dim" in vars(config):
         writer.add_key_length(head_dim)
     if architecture in ("gemma2", "gemma3", "gemma4", "phi3"):

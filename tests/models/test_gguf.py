@@ -84,6 +84,8 @@ LINEAR = {"num_key_heads": 2, "num_value_heads": 6, "key_head_dim": 8, "value_he
 LINEAR = {f"linear_{key}": size for key, size in LINEAR.items()} | {"head_dim": 32}
 LINEAR["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
 LINEAR["rope_parameters"]["partial_rotary_factor"] = 0.25
+GEMMA4 = {"head_dim": 256, "global_head_dim": 256, "hidden_size_per_layer_input": 0}
+GEMMA4["layer_types"] = ["sliding_attention", "full_attention", "full_attention"]
 GEMMA3, PHI3 = (tf.Gemma3ForCausalLM, tf.Gemma3TextConfig), (tf.Phi3ForCausalLM, tf.Phi3Config)
 FAMILIES = {
     "qwen3": (tf.Qwen3ForCausalLM, tf.Qwen3Config, {"head_dim": 16}),  # heads of its own size
@@ -96,7 +98,7 @@ FAMILIES = {
     "qwen3moe": (tf.Qwen3MoeForCausalLM, tf.Qwen3MoeConfig, {**ROUTED, "head_dim": 16, "norm_topk_prob": True}),
     "qwen35moe": (tf.Qwen3_5MoeForCausalLM, tf.Qwen3_5MoeTextConfig, {**SHARED, **LINEAR, "num_hidden_layers": 4}),
     # Which Transformers reads wrongly.
-    "gemma4": (tf.Gemma4ForCausalLM, tf.Gemma4TextConfig, {"head_dim": 256, "hidden_size_per_layer_input": 0}),
+    "gemma4": (tf.Gemma4ForCausalLM, tf.Gemma4TextConfig, GEMMA4),
     "nemotron": (tf.NemotronForCausalLM, tf.NemotronConfig, {"partial_rotary_factor": 0.25, "norm_eps": 0.01}),
     "stablelm": (tf.StableLmForCausalLM, tf.StableLmConfig, {"partial_rotary_factor": 0.5, "use_qkv_bias": True}),
     "starcoder2": (tf.Starcoder2ForCausalLM, tf.Starcoder2Config, {"rope_theta": 1e5, "vocab_size": 49152}),
@@ -179,7 +181,11 @@ def test_qwen3_5_comes_exactly_and_takes_our_own_type(tokenizer, tmp_path):
         TwellLlamaForCausalLM.from_pretrained(path)
 
 
-@pytest.mark.parametrize(("name", "why"), [("falcon", "'; gemma2, gemma3, llama, phi3, qwen2, "), *MISREAD.items()])
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("falcon", "'; gemma2, gemma3, llama, phi3, qwen2, "), *MISREAD.items()],
+    ids=["falcon", *MISREAD],
+)
 def test_another_family_is_refused_by_the_first_bytes(name, why, tmp_path):
     """What follows, a vocabulary say, takes long to read."""
     head = b"GGUF" + struct.pack("<IQQQ", 3, 1, 1, 20) + b"general.architecture" + struct.pack("<IQ", 8, len(name))
