@@ -16,32 +16,45 @@ def write_gguf(path, model, tokenizer=None, *, kind="F32", tensors=None, change=
         change: called with the writer, to add metadata or replace it.
     """
     config, kind = model.config, gguf.GGMLQuantizationType[kind]
-    architecture = {"qwen3_5_text": "qwen35"}.get(config.model_type, config.model_type.removesuffix("_text"))
+    architecture = config.model_type.removesuffix("_text").replace("3_5", "35").replace("_moe", "moe")
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    head_dim = vars(config).get("head_dim") or config.hidden_size // config.num_attention_heads
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
+    if architecture == "qwen35moe":  # has no dense block
+        writer.add_token_list([str(token) for token in range(config.vocab_size)])
+    else:
+        writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if hasattr(config, "rms_norm_eps"):
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    else:
+        writer.add_layer_norm_eps(next(value for key, value in vars(config).items() if "norm_eps" in key))
     writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_vocab_size(config.vocab_size)
-    if architecture == "llama":
-        writer.add_rope_dimension_count(config.head_dim)
-    elif architecture == "phi3":
-        head_dim = config.hidden_size // config.num_attention_heads
+    if architecture in ("llama", "nemotron", "phi3", "stablelm"):
         writer.add_rope_dimension_count(int(rope.get("partial_rotary_factor", 1.0) * head_dim))
-    else:
-        writer.add_key_length(config.head_dim)
-    if architecture in ("gemma2", "gemma3", "phi3"):
+    elif architecture == "gemma4":
+        writer.add_key_length(config.per_layer_config[-1].head_dim)
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+    elif "head_dim" in vars(config):
+        writer.add_key_length(head_dim)
+    if architecture in ("gemma2", "gemma3", "gemma4", "phi3"):
         writer.add_sliding_window(config.sliding_window or 0)
     if architecture == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
-    if architecture == "qwen35":
+    if architecture.startswith("qwen35"):
         add_linear_attention(writer, config)
+    if architecture.endswith("moe"):
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if hasattr(config, "shared_expert_intermediate_size"):
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
     if rope["rope_type"] == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope["factor"])
@@ -53,16 +66,25 @@ def write_gguf(path, model, tokenizer=None, *, kind="F32", tensors=None, change=
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
         if architecture == "llama" and heads:  # the halves of a head, which Llama rotates, become pairs
             weight = weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(weight.shape)
-        adds_1 = architecture.startswith("gemma") or (architecture == "qwen35" and "linear_attn" not in name)
+        adds_1 = architecture in ("gemma2", "gemma3", "nemotron")
+        adds_1 |= architecture.startswith("qwen35") and "linear_attn" not in name
         if adds_1 and name.endswith("norm.weight"):  # which the model adds 1 to
             weight = weight + 1
         if ".linear_attn." in name:
             name, weight = as_tiles(name, weight, config)
-        if name != "lm_head.weight" or not config.tie_word_embeddings:
+        if name.endswith("experts.gate_up_proj"):
+            weights |= {
+                f"{names.get_name(name.replace('gate_up', part))}.weight": half
+                for part, half in zip(("gate", "up"), weight.chunk(2, dim=1), strict=True)
+            }
+        elif name.endswith(("experts.down_proj", "layer_scalar")):
+            weights[f"{names.get_name(name)}.weight"] = weight
+        elif name != "lm_head.weight" or not config.tie_word_embeddings:
+            weight = weight[0] if name.endswith("shared_expert_gate.weight") else weight
             weights[names.get_name(name, (".weight", ".bias"))] = weight
     for name, weight in {**weights, **(tensors or {})}.items():
         if weight is not None:
-            its = kind if weight.ndim == 2 else gguf.GGMLQuantizationType.F32
+            its = kind if weight.ndim > 1 else gguf.GGMLQuantizationType.F32
             writer.add_tensor(name, gguf.quantize(weight.float().numpy(), its), raw_dtype=its)
     if change:
         change(writer)

@@ -1,11 +1,13 @@
 """Models that Transformers or PyTorch split over two CPU processes: what they compute, and what is refused.
 
-Run under torchrun with a folder that holds the models `sparse` and `dense`; writes `results.pt` and `saved` into it.
+Run under torchrun with a folder that holds the models `sparse`, `dense` and `own_type`; writes `results.pt` and `saved`
+into it.
 """
 
 import sys
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -43,6 +45,15 @@ def computed(model) -> dict:
     return {**result, "gradient": gradient.full_tensor(), "blocks": len(sparse_ffns(model)), "layers": 3}
 
 
+def train(model, rows):
+    """Five steps with the L1 term on these rows of tokens, which are the process's own."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for _ in range(5):
+        l1_step(model, rows)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def refusal(call, *args) -> str:
     try:
         call(*args)
@@ -51,8 +62,8 @@ def refusal(call, *args) -> str:
     return "taken\nin silence"
 
 
-def l1_step(model):
-    for batch in L1Penalty(model.train(), 0.1).micro_batches([{"input_ids": ids(), "labels": ids()}]):
+def l1_step(model, rows):
+    for batch in L1Penalty(model.train(), 0.1).micro_batches([{"input_ids": rows, "labels": rows}]):
         model(**batch).loss.backward()
 
 
@@ -73,9 +84,12 @@ if __name__ == "__main__":
         "FSDP, custom class": computed(split(TwellLlamaForCausalLM, "dense", fsdp_size=2)),
     }
     by_tensors.save_pretrained(folder / "saved")
+    own_type = sparsify(split(AutoModelForCausalLM, "own_type", fsdp_size=2), backend="reference")
+    train(own_type, ids()[dist.get_rank()].unsqueeze(0))
+    trained = {name: weight.full_tensor() for name, weight in own_type.state_dict().items()}
     refused = {
         "pipeline": refusal(sparsify, split(AutoModelForCausalLM, "dense", pp_size=2)),
         "measure": refusal(measure_sparsity, by_tensors, [ids()]),
-        "L1 term": refusal(l1_step, by_tensors),
+        "L1 term": refusal(l1_step, by_tensors, ids()),
     }
-    leave({"exact": exact, "refused": refused}, folder / "results.pt")
+    leave({"exact": exact, "refused": refused, "trained": trained}, folder / "results.pt")

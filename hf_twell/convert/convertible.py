@@ -97,8 +97,8 @@ def _check_formula(site: FfnSite, where: str) -> None:
                 raise ValueError(f"{where} takes more than hidden states through its linears. {SUPPORTED}.") from error
             if not exact:
                 raise ValueError(
-                    f"{where} does more than down(relu(gate) * up) (dropout, a norm, a scale, ...), so it cannot be "
-                    f"replaced exactly. {SUPPORTED}."
+                    f"{where} does more than down(relu(gate) * up) (dropout, a norm, a scale, a threshold, ...), so it "
+                    f"cannot be replaced exactly. {SUPPORTED}."
                 )
 
 

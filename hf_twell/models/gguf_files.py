@@ -22,7 +22,17 @@ from hf_twell.files.weights import Shape, check_complete, check_finite
 logger = logging.getLogger(__name__)
 
 # `general.architecture` of the families that are rebuilt exactly; "llama" stands for Mistral too, "phi3" for Phi-4.
-ARCHITECTURES = ("gemma2", "gemma3", "llama", "phi3", "qwen2", "qwen3", "qwen35")
+ARCHITECTURES = (
+    *("gemma2", "gemma3", "llama", "phi3", "qwen2", "qwen2moe", "qwen3", "qwen35", "qwen35moe", "qwen3moe"),
+)
+# What Transformers passes over of families that this package converts and whose files Transformers reads.
+ROTATED = "the share of each head that is rotated"
+MISREAD = {
+    "gemma4": "each layer's scale, and which layers slide or share keys and values",
+    "nemotron": f"{ROTATED}, and the epsilon of the norms",
+    "stablelm": ROTATED,
+    "starcoder2": "the base of the rotary embedding",
+}
 MODEL_TYPES = {"qwen35": "qwen3_5_text"}  # where Transformers has another name
 # Of these alone llama.cpp, too, divides the attention's logits by the root of D / heads, and not of the heads' size.
 GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
@@ -166,6 +176,11 @@ def _first_architecture(head: bytes) -> str:
 
 
 def _check_architecture(path: Path, architecture: str | None) -> None:
+    if architecture in MISREAD:
+        raise ValueError(
+            f"{path} has the architecture {architecture!r}, of whose files Transformers passes over "
+            f"{MISREAD[architecture]}, so it would be another model. Give the model's folder, or its name on the Hub"
+        )
     if architecture not in ARCHITECTURES:
         raise ValueError(
             f"{path} has the architecture {architecture!r}; {', '.join(ARCHITECTURES)} (Mistral too) are read from "
@@ -226,6 +241,10 @@ def _restore(file: GgufFile, config: PreTrainedConfig) -> None:
     if file.architecture == "phi3":
         config.sliding_window = settings.get("attention.sliding_window") or None
         config.rope_parameters["partial_rotary_factor"] = settings["rope.dimension_count"] / by_heads
+    if file.architecture in ("qwen2moe", "qwen3moe"):
+        config.moe_intermediate_size = settings["expert_feed_forward_length"]
+    if file.architecture == "qwen2moe":
+        config.shared_expert_intermediate_size = settings["expert_shared_feed_forward_length"]
 
 
 def _restore_llama3_rope(file: GgufFile, rope_factors: torch.Tensor, config: PreTrainedConfig) -> None:
@@ -265,8 +284,15 @@ def _check_tensors(file: GgufFile, config: PreTrainedConfig) -> None:
     names = get_tensor_name_map(architecture, layers)
     expected = {}
     for name, weight in model.state_dict().items():
-        shape = weight.squeeze(1).shape if ".conv1d." in name else weight.shape
-        expected[names.get_name(name.replace(".dt_bias", ".dt_proj.bias"), (".weight", ".bias"))] = shape
+        if ".conv1d." in name or name.endswith("shared_expert_gate.weight"):  # the converter drops sizes of 1
+            weight = weight.squeeze()
+        if name.endswith(".experts.gate_up_proj"):
+            weight, stored = weight.chunk(2, dim=1)[0], [name.replace("gate_up", part) for part in ("gate", "up")]
+        else:
+            stored = [name.replace(".dt_bias", ".dt_proj.bias")]
+        for each in stored:
+            each += ".weight" if ".experts." in name else ""
+            expected[names.get_name(each, (".weight", ".bias"))] = weight.shape
     further = tuple(f"blk.{block}." for block in blocks if block >= layers)
     for name, shape in file.shapes.items():
         if name not in expected and name != ROPE_FACTORS and not name.startswith(further):

@@ -17,6 +17,8 @@ from hf_twell import L1Penalty, SparsityCallback, TwellLlamaForCausalLM, sparsif
 from hf_twell.blocks.modeling import sparse_ffns
 from hf_twell.ops import api
 from tests.conftest import ids, in_two_processes, logits, tiny_llama
+from tests.convert.test_own_type import dense
+from tests.split_models import train
 
 
 def few_active(**changes):
@@ -416,6 +418,8 @@ def test_split_over_two_processes(tmp_path):
     """By tensors, by layers, and by FSDP: `tests/split_models.py` says what each process computed."""
     sparsify(few_active()).save_pretrained(tmp_path / "sparse")
     few_active().save_pretrained(tmp_path / "dense")
+    own_type = sparsify(dense(), backend="reference")
+    own_type.save_pretrained(tmp_path / "own_type")
     in_two_processes("tests.split_models", tmp_path)
     twin = few_active(hidden_act="relu")
     truth, text = logits(twin), twin.generate(ids(), max_new_tokens=5, do_sample=False)
@@ -428,6 +432,12 @@ def test_split_over_two_processes(tmp_path):
         assert torch.equal(result["text"], text), name
         assert result["blocks"] == result["layers"], name
     assert len(results["exact"]) == 7
+    start = copy.deepcopy(own_type.state_dict())
+    train(own_type, ids())
+    for name, weight in own_type.state_dict().items():
+        moved, apart = weight - start[name], results["trained"][name] - weight
+        # Rounding, and the row of a neuron whose gate lies at zero: one of 52.
+        assert apart.norm() < 52**-0.5 * moved.norm(), name
     for name, message in results["refused"].items():
         assert "\n" not in message, name
     tensors = "model.layers.0.mlp has 26 of its 52 neurons in this process (tensor parallelism)"

@@ -34,7 +34,7 @@ TEXT = {**TINY, "num_hidden_layers": 4, "bos_token_id": 1, "eos_token_id": 2}
 QWEN = {**TEXT, **NEXT}
 MROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
 VISION = {"depth": 1, "hidden_size": 32, "out_hidden_size": 32, "intermediate_size": 48, "num_heads": 4}
-TOKENS = dict(zip(("image", "video", "vision_start", "vision_end"), range(60, 64), strict=True))
+TOKENS = dict(zip(("image", "video", "vision_start", "vision_end"), range(96, 100), strict=True))
 
 
 def qwen(**changes) -> tf.Qwen3_5TextConfig:
@@ -42,7 +42,10 @@ def qwen(**changes) -> tf.Qwen3_5TextConfig:
 
 
 def seeing_qwen() -> tf.Qwen3_5Config:
-    text, tokens = {**QWEN, "rope_parameters": MROPE}, {f"{name}_token_id": token for name, token in TOKENS.items()}
+    text, tokens = (
+        {**QWEN, "vocab_size": 100, "rope_parameters": MROPE},
+        {f"{name}_token_id": token for name, token in TOKENS.items()},
+    )
     return tf.Qwen3_5Config(text_config=text, vision_config=VISION, **tokens)
 
 
@@ -122,8 +125,9 @@ def test_converts_exactly(name, tmp_path):
         assert torch.equal(outputs(again), outputs(twin))
 
 
-def test_decodes_with_its_cache():
-    model = dense()
+@pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3_5"])
+def test_decodes_with_its_cache(name):
+    model = dense(name)
     twin, model = by_hand(model), sparsify(model, backend="reference")
     mask = torch.ones(2, 11, dtype=torch.long)
     mask[0, :4] = 0  # padding at the left
@@ -360,56 +364,39 @@ def test_quantized(name, tmp_path):
 
 
 PLAIN = """
-import sys, torch
-from pathlib import Path
-from transformers import AutoModelForCausalLM, AutoTokenizer
+import sys, torch, transformers
+heads = [getattr(transformers, f"AutoModelFor{name}") for name in sys.argv[1:]]
 for options in ({"trust_remote_code": False}, {}):
     try:
-        AutoModelForCausalLM.from_pretrained("model", **options)
+        heads[0].from_pretrained("model", **options)
     except ValueError as error:
         assert "trust_remote_code=True" in str(error), error
     else:
         raise AssertionError(options)
-AutoTokenizer.from_pretrained("model")
-model = AutoModelForCausalLM.from_pretrained("model", trust_remote_code=True)
-model.save_pretrained("again")
-assert not [name for name in sys.modules if name.startswith("hf_twell")]
-again = AutoModelForCausalLM.from_pretrained("again", trust_remote_code=True)
-ids = torch.load("ids.pt")
-torch.save([each(input_ids=ids, use_cache=False).logits.detach() for each in (model, again)], "plain.pt")
-"""
-PLAIN_SEEING = """
-import sys, torch
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM
-heads = AutoModelForImageTextToText, AutoModelForMultimodalLM, AutoModelForCausalLM
-models = [head.from_pretrained("model", trust_remote_code=True).eval() for head in heads]
+transformers.AutoTokenizer.from_pretrained("model")
+models = [head.from_pretrained("model", trust_remote_code=True) for head in heads]
+models[0].save_pretrained("again")
+models.append(heads[0].from_pretrained("again", trust_remote_code=True))
 assert not [name for name in sys.modules if name.startswith("hf_twell")]
 ids = torch.load("ids.pt")
 torch.save([model(input_ids=ids, use_cache=False)[0].detach() for model in models], "plain.pt")
-models[0].save_pretrained("model")
 """
 OURS = """
-import torch, hf_twell
-from hf_twell import sparsify
-from transformers import AutoModelForCausalLM
-ids = torch.load("ids.pt")
-models = [AutoModelForCausalLM.from_pretrained("model"), sparsify(AutoModelForCausalLM.from_pretrained("again"))]
-models += [hf_twell.TwellQwen3_5ForCausalLM.from_pretrained("model", backend="reference")]
-torch.save([each(input_ids=ids, use_cache=False).logits.detach() for each in models], "ours.pt")
-"""
-SHARDED = """
-import sys, torch
+import sys, torch, transformers, hf_twell
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoModelForCausalLM
-from hf_twell import sparsify
-torch.distributed.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
-model = sparsify(AutoModelForCausalLM.from_pretrained("again"), backend="reference")
-fully_shard(model)
+head, cls = getattr(transformers, f"AutoModelFor{sys.argv[1]}"), getattr(hf_twell, sys.argv[2])
+ids = torch.load("ids.pt")
+models = [head.from_pretrained("model"), hf_twell.sparsify(head.from_pretrained("again"))]
+models += [cls.from_pretrained("model", backend="reference")]
+torch.save([model(input_ids=ids, use_cache=False)[0].detach() for model in models], "ours.pt")
+torch.distributed.init_process_group("gloo", init_method="file://" + sys.argv[3], rank=0, world_size=1)
+model = fully_shard(models[-1])
 assert type(model).__name__.startswith("FSDP")
 weights = {name: weight.full_tensor() for name, weight in model.state_dict().items()}
 model.save_pretrained("sharded", state_dict=weights)
 torch.distributed.destroy_process_group()
 """
+SEEING = ["ImageTextToText", "MultimodalLM", "CausalLM"]
 
 
 def test_what_a_stock_class_read_of_a_sparse_checkpoint_is_refused(tmp_path):
@@ -422,45 +409,43 @@ def test_what_a_stock_class_read_of_a_sparse_checkpoint_is_refused(tmp_path):
         sparsify(stock)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3_5", "gemma4"])
-def test_models_that_see_are_loaded_by_plain_transformers(name, tmp_path, monkeypatch):
-    """Whose text part the stock class makes by AutoModel, in a process without this package."""
-    model = sparsify(dense(name), backend="reference")
-    model.save_pretrained(tmp_path / "model")
-    torch.save(ids(), tmp_path / "ids.pt")
-    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
-    done = finished(sys.executable, "-c", PLAIN_SEEING, cwd=tmp_path, stdin=subprocess.DEVNULL)
+def run(folder: Path, code: str, *arguments: str) -> None:
+    """In a new process, whose working directory is the folder."""
+    tf.AutoTokenizer.from_pretrained(MODEL).save_pretrained(folder / "model")
+    torch.save(ids(), folder / "ids.pt")
+    env = {"HF_MODULES_CACHE": str(folder / "modules")}
+    done = finished(sys.executable, "-c", code, *arguments, cwd=folder, stdin=subprocess.DEVNULL, env=env)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_gemma_4_that_sees_is_loaded_by_plain_transformers(tmp_path):
+    """Its text part the stock class makes by AutoModel, in a process without this package."""
+    model = sparsify(dense("gemma4"), backend="reference")
+    model.save_pretrained(tmp_path / "model")
+    run(tmp_path, PLAIN, *SEEING)
     for logits in torch.load(tmp_path / "plain.pt"):
         assert torch.equal(logits, outputs(model))
-    assert torch.equal(outputs(tf.AutoModelForCausalLM.from_pretrained(tmp_path / "model")), outputs(model))
+    assert torch.equal(outputs(tf.AutoModelForCausalLM.from_pretrained(tmp_path / "again")), outputs(model))
 
 
 @pytest.mark.slow
-def test_trained_saved_and_loaded_in_new_processes(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("name", "heads"), [("qwen3_5_text", ["CausalLM"]), ("qwen3_5", SEEING)])
+def test_trained_saved_and_loaded_in_new_processes(name, heads, tmp_path):
     """By this package, and by plain Transformers with remote code; without it, by an error that names the way."""
-    model = sparsify(dense(), backend="reference")
-    tf.AutoTokenizer.from_pretrained(MODEL).save_pretrained(tmp_path / "model")
+    model = sparsify(dense(name), backend="reference")
     options = {"max_steps": 20, "learning_rate": 1e-3, "term": {"l1_weight": 1e-4}}
     trainer = make_trainer(tmp_path / "out", model=model, **options)
     trainer.train()
     trainer.save_model(str(tmp_path / "model"))
-    torch.save(ids(), tmp_path / "ids.pt")
     truth = outputs(model.eval())
-    assert not torch.equal(truth, outputs(by_hand(dense())))
+    assert not torch.equal(truth, outputs(by_hand(dense(name))))
 
-    def run(code: str, *arguments: str) -> None:
-        done = finished(sys.executable, "-c", code, *arguments, cwd=tmp_path, stdin=subprocess.DEVNULL)
-        assert done.returncode == 0, done.stderr
-
-    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
-    run(PLAIN)
+    run(tmp_path, PLAIN, *heads)
     for logits in torch.load(tmp_path / "plain.pt"):
         assert torch.equal(logits, truth)
-    run(OURS)
+    run(tmp_path, OURS, heads[0], type(model).__name__, str(tmp_path / "meeting"))
     for logits in torch.load(tmp_path / "ours.pt"):
         torch.testing.assert_close(logits, truth)
     assert torch.equal(torch.load(tmp_path / "ours.pt")[-1], truth)
-    run(SHARDED, str(tmp_path / "meeting"))
     assert torch.equal(outputs(load_causal_lm(tmp_path / "sharded")), truth)

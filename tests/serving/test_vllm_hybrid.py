@@ -42,7 +42,7 @@ def qwen(*layers: str, sees: bool = False):
     stock, config = tf.Qwen3_5ForCausalLM, tf.Qwen3_5TextConfig
     if sees:
         stock, config = tf.Qwen3_5ForConditionalGeneration, tf.Qwen3_5Config
-        tokens = {f"{name}_token_id": token + 100 for name, token in TOKENS.items()}
+        tokens = {f"{name}_token_id": token + 64 for name, token in TOKENS.items()}
         settings = {"text_config": settings, "vision_config": {**VISION, "out_hidden_size": 256}, **tokens}
     torch.manual_seed(0)
     return modeling_twell.twell_class(stock)(modeling_twell.twell_class(config)(**settings)).eval()
