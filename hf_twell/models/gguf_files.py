@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 
 # `general.architecture` of the families that are rebuilt exactly; "llama" stands for Mistral too, "phi3" for Phi-4.
 ARCHITECTURES = (
-    *("gemma2", "gemma3", "llama", "phi3", "qwen2", "qwen2moe", "qwen3", "qwen35", "qwen35moe", "qwen3moe"),
-)
+    "gemma2", "gemma3", "llama", "phi3", "qwen2", "qwen2moe", "qwen3", "qwen35", "qwen35moe", "qwen3moe",
+)  # fmt: skip
 # What Transformers passes over of families that this package converts and whose files Transformers reads.
 ROTATED = "the share of each head that is rotated"
 MISREAD = {

@@ -111,8 +111,7 @@ def warn_of_miss(controller: DensityController, ffns: list[SparseBlock], *, targ
     if controller.layer_shares == "free":
         names = [f"the layers' mean is {sum(missed.values()) / len(missed):.2%}"]
     logger.warning(
-        "%s=%g was missed by more than a tenth: %s; give more steps, a higher learning rate or "
-        "another warmup_steps",
+        "%s=%g was missed by more than a tenth: %s; give more steps, a higher learning rate or another warmup_steps",
         target,
         controller.target_density,
         ", ".join(names),
