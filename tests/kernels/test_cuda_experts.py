@@ -242,8 +242,8 @@ def test_blocks_take_them_where_they_are_asked_for(tokens):
     index = routing("spread", tokens, 32, 4)
     assert asked.takes_kernels(x, index)
     assert not auto.takes_kernels(x, index), "its density is not known yet"
-    assert torch.equal(auto(x, index, share), stock(x, index, share))
-    y = asked(x, index, share)
+    y, first = asked(x, index, share), auto(x, index, share)
+    assert any(torch.equal(first, of) for of in (stock(x, index, share), y))  # kernels, if its sample came at once
     assert_exact(y, x, index, share, stock.gate_up_proj, stock.down_proj)
     assert asked.down_proj.stride()[-2:] == (1, 256)
     if tokens * 4 > limit("kCudaExpertPairs"):  # one expert after the other

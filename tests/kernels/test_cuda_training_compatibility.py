@@ -5,6 +5,8 @@ import functools
 import importlib.util
 import itertools
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -270,6 +272,15 @@ def test_current_stream():
         results = run(cuda_ffn, case | {"x": x})
     stream.synchronize()
     assert_equal(results, expected)
+
+
+@pytest.mark.parametrize("capacity", [16, 4])
+def test_a_backward_that_is_the_first_work_of_autograds_thread(capacity):
+    """Which has no context then; here other tests' backward made it one."""
+    code = "import torch; from tests.kernels import test_cuda_training as t"
+    code += "; case = t.gpu_case(257, 8, 16, 0.1, torch.float16)"
+    code += f"; t.assert_equal(*(t.run(t.cuda_ffn, case, capacity={capacity}) for _ in range(2)))"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_nothing_waits_for_the_device():

@@ -15,6 +15,18 @@ struct Matrix {
   int columns;
 };
 
+// The driver's calls need a context, and a thread whose first work on a GPU this is has none: autograd's own, where
+// nothing of PyTorch's ran in backward before.
+cudaError_t bind_context() {
+  thread_local bool bound = false;
+  if (bound) return cudaSuccess;
+  int device = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) error = cudaSetDevice(device);
+  bound = error == cudaSuccess;
+  return error;
+}
+
 cudaError_t encode(CUtensorMap* map, const Matrix& m, int box_rows, int box_columns, CUtensorMapSwizzle swizzle) {
   using Encode = decltype(&cuTensorMapEncodeTiled);
   // The driver is not linked against: its library is there only where a GPU is.
@@ -25,6 +37,8 @@ cudaError_t encode(CUtensorMap* map, const Matrix& m, int box_rows, int box_colu
     return found == cudaDriverEntryPointSuccess ? reinterpret_cast<Encode>(found_function) : nullptr;
   }();
   if (function == nullptr) return cudaErrorInsufficientDriver;
+  const cudaError_t error = bind_context();
+  if (error != cudaSuccess) return error;
   const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(m.columns), static_cast<cuuint64_t>(m.rows)};
   const cuuint64_t strides[1] = {static_cast<cuuint64_t>(m.stride)};
   const cuuint32_t box[2] = {static_cast<cuuint32_t>(box_columns), static_cast<cuuint32_t>(box_rows)};
