@@ -191,7 +191,8 @@ def remember(ffn: "SparseFfn", x: torch.Tensor, operands: Operands, key: CallKey
         return
     if _autocast_enabled(x.device.type):
         return
-    if way != "kernels" or not (key.quantize_x or problem(key)):
+    # With other tokens the way may become kernels', which say anew what they do not take.
+    if not (problem(key) or (way == "kernels" and key.quantize_x)):
         settings, block = ffn.twell, type(ffn)
         ffn.twell_state.last_call = LastCall(
             key=key,

@@ -81,26 +81,20 @@ def tensor_shapes(files: list[Path]) -> dict[str, Shape]:
 
 def check_sizes(path: str | Path, config: PreTrainedConfig, shapes: dict[str, Shape]) -> None:
     """Refuse, by a ValueError and before a model of the config's size is built, weights of another number of layers, or
-    embeddings or feed-forward weights of other sizes."""
+    embeddings of other sizes."""
     config = config.get_text_config()
     shapes = {name: shape for name, shape in shapes.items() if not OTHER_SENSES.search(name)}
     blocks = [re.search(r"(?:^|\.)layers\.(\d+)\.", name) for name in shapes]
     layers = {int(match[1]) for match in blocks if match}
     claimed = getattr(config, "num_hidden_layers", None)
+    # DeepSeek and GLM keep layers for further tokens behind the model's own, which Transformers leaves out.
+    if claimed is not None and getattr(config, "num_nextn_predict_layers", None):
+        layers = {layer for layer in layers if not claimed <= layer < claimed + config.num_nextn_predict_layers}
     if layers and claimed is not None and claimed != len(layers):
         raise ValueError(f"{path}: config.json has num_hidden_layers={claimed}, but the weights have {len(layers)}")
-    hidden, intermediate, vocabulary = (
-        getattr(config, name, None) for name in ("hidden_size", "intermediate_size", "vocab_size")
-    )
-    expected = {
-        "embed_tokens": (vocabulary, hidden),
-        "gate_proj": (intermediate, hidden),
-        "up_proj": (intermediate, hidden),
-        "down_proj": (hidden, intermediate),
-    }
+    wanted = (getattr(config, "vocab_size", None), getattr(config, "hidden_size", None))
     for name, shape in shapes.items():
-        wanted = expected.get(name.removesuffix(".weight").rpartition(".")[2])
-        if wanted and name.endswith(".weight") and ".experts." not in name and None not in wanted and shape != wanted:
+        if name.endswith("embed_tokens.weight") and None not in wanted and shape != wanted:
             raise ValueError(
                 f"{path}: {name} has shape {shape}, but config.json makes it {wanted}; one of them is wrong"
             )

@@ -26,10 +26,10 @@ STOCK_ENGINES = (  # lines of a quotation
     "(its extra `vllm`) or `--model-impl transformers`."
 )
 OWN_ENGINES = (
-    "The blocks need ReLU, as `ffn_act` in `config.json` says, while `hidden_act` holds for other layers. Engines that "
+    "The blocks need ReLU, as `ffn_act` in `config.json` says, whatever `hidden_act` says. Engines that "
     "do not know\n> this `model_type` refuse it; under the stock model's name they would compute another activation "
-    "without an error.\n> vLLM serves Qwen3.5 and mixtures of experts of this form by the plugin of `hf_twell` (its "
-    "extra `vllm`)."
+    "without an error.\n> vLLM serves Qwen3.5, Mixtral, OLMoE, Qwen2-MoE and Qwen3-MoE of this form by the plugin of "
+    "`hf_twell` (its extra `vllm`)."
 )
 OWN_TYPE: dict[bool, dict[str, str]] = {  # whether the `model_type` is one of ours (hf_twell.blocks.modeling_twell)
     False: {"code": "no remote code", "arguments": "", "engines": STOCK_ENGINES},

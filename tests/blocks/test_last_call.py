@@ -59,6 +59,14 @@ def test_later_calls_are_the_first_one_again(block):
         assert calls.repeat(ffn, x) is None
 
 
+@torch.no_grad()
+def test_a_type_without_kernels_has_none_with_fewer_tokens():
+    ffn = workload.patched_block(*workload.make_ffn(40, 64, 300, 150.0)[1:]).double()
+    x = torch.randn(40, 64, dtype=torch.float64)
+    whole = ffn(x)
+    torch.testing.assert_close(ffn(x[:1]), whole[:1])
+
+
 @pytest.mark.parametrize("change", CHANGES)
 @torch.no_grad()
 def test_looks_again(block, change, monkeypatch):

@@ -1,5 +1,6 @@
 """What the commands load: stock models, the paper authors' checkpoints, and nothing that is damaged or brings code."""
 
+import copy
 import importlib.util
 import json
 import re
@@ -9,7 +10,14 @@ import pytest
 import torch
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, GptOssConfig, GptOssForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+)
 
 from hf_twell import TwellLlamaForCausalLM, load_adapter, sparsify
 from hf_twell.blocks.modeling import sparse_ffns
@@ -17,6 +25,7 @@ from hf_twell.cli import main
 from hf_twell.models.loading import load_causal_lm, load_model, load_tokenizer
 from tests.authors import SparseLlamaConfig, SparseLlamaForCausalLM
 from tests.conftest import TINY, tiny_llama
+from tests.mixtures import MIXTURES, mixture
 from tests.models.test_custom_models import damage_config, damage_weights, logits, nan, pickled
 from tests.paths import MODEL
 
@@ -34,6 +43,32 @@ def test_stock_models_come_as_they_are(folder):
     assert model.config.hidden_act == "silu"
     assert not sparse_ffns(model)
     assert load_causal_lm(folder, dtype="bfloat16").dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_mixtures_come_as_they_are(name, tmp_path):
+    """Shared experts, too, whose width is another entry of the config than that of dense layers."""
+    model = mixture(name)
+    for path, given in ((tmp_path / "dense", model), (tmp_path / "sparse", sparsify(copy.deepcopy(model)))):
+        given.save_pretrained(path)
+        loaded = load_causal_lm(path).state_dict()
+        assert all(torch.equal(loaded[name], weight) for name, weight in model.state_dict().items())
+
+
+def test_layers_for_further_tokens_are_left_out(tmp_path):
+    """GLM's and DeepSeek's checkpoints have such a layer behind the model's own."""
+    torch.manual_seed(0)
+    sizes = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 1}
+    config = Glm4MoeConfig(**TINY, **sizes, head_dim=8, first_k_dense_replace=1)
+    Glm4MoeForCausalLM(config).save_pretrained(tmp_path)
+    file, layers = tmp_path / "model.safetensors", config.num_hidden_layers
+    further = {f"model.layers.{layers}.eh_proj.weight": torch.ones(2, 2)}
+    save_file(load_file(file) | further, file, {"format": "pt"})
+    damage_config(tmp_path, num_nextn_predict_layers=0)
+    with pytest.raises(ValueError, match=f"num_hidden_layers={layers}, but the weights have {layers + 1}"):
+        load_causal_lm(tmp_path)
+    damage_config(tmp_path, num_nextn_predict_layers=1)
+    assert len(load_causal_lm(tmp_path).model.layers) == layers
 
 
 def test_a_model_in_the_midst_of_blending_is_refused(folder):
