@@ -32,7 +32,6 @@ from hf_twell.dispatch.key import EIGHT_BIT, HOPPER, CallKey, key_of
 from hf_twell.ops import api
 
 if TYPE_CHECKING:  # it imports this
-    from hf_twell.blocks.architectures import FfnForm
     from hf_twell.blocks.modeling import SparseFfn
 
 # Bound here: in torch's own large tables each look-up costs a walk through memory.
@@ -212,7 +211,7 @@ def remember(ffn: "SparseFfn", x: torch.Tensor, operands: Operands, key: CallKey
         )
 
 
-def _linears(form: "FfnForm", width: int, hidden: int) -> tuple[tuple[str | None, tuple[int, int]], ...]:
+def _linears(form: FfnForm, width: int, hidden: int) -> tuple[tuple[str | None, tuple[int, int]], ...]:
     rows = (2 * width if form.fused else width, hidden)
     return (form.up, rows), (form.down, (hidden, width)), (None if form.fused else form.gate, rows)
 

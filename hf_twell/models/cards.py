@@ -82,16 +82,16 @@ def model_card(
         facts["kernels and L1 term on layers"] = ", ".join(map(str, layers))
     facts |= _quantization(config)
     earlier = "" if sparsity else _earlier(config)  # figures that are given are of the model as it is
-    sparsity = sparsity or measured_sparsity(measured, config)
-    active = ""
+    sparsity = sparsity or measured_sparsity(measured)
+    section = sparsity_section(sparsity, sizes[0], earlier) if sparsity else ""
+    density, active = mean_density(sparsity, config), ""
     if method:
         facts |= _method(method)
-    if sparsity and isinstance(sparsity.get("density"), float):
-        density = percent(sparsity["density"])
-        facts[f"density measured{earlier}"] = density
-        if sparsity.get("unions"):
+    if density is not None:
+        facts[f"density measured{earlier}"] = share = percent(density)
+        if sparsity and sparsity.get("unions"):
             facts[f"{UNIONS}, measured{earlier}"] = unions_cell(sparsity["unions"])
-        active = f", so that {density} of a block's neurons {'were' if earlier else 'are'} active for a token{earlier}"
+        active = f", so that {share} of a block's neurons {'were' if earlier else 'are'} active for a token{earlier}"
     facts |= _losses(measured or {}, _earlier(config))
     pressed = method and any(method.get(key) for key in ("l1_weight", "target_density", "target_union"))
     trained = CLAUSES[method.get("term", "l1")] if method and pressed else ""
@@ -106,17 +106,18 @@ def model_card(
         needs=_needs(config.get("quantization_config")),
         **OWN_TYPE[str(config.get("model_type")).startswith("twell_")],
         method_clause=trained + active,
-        warning=_warning(config, method, sparsity, measured),
-        sparsity=sparsity_section(sparsity, sizes[0], earlier) if sparsity and sparsity.keys() != {"density"} else "",
+        warning=_warning(config, method, density, measured),
+        sparsity=section,
         evaluation=_evaluation(scores) if scores else "",
     )
 
 
-def untrained(method: Mapping | None, sparsity: Mapping | None) -> str | None:
-    """What says that a sparse model may be a bare swap to ReLU, or None; arguments as in `model_card`."""
+def untrained(method: Mapping | None, density: float | None) -> str | None:
+    """What says that a sparse model may be a bare swap to ReLU, or None; `method` as in `model_card`, and the model's
+    `mean_density`."""
     if method and method.get("step") == 0:
         return "This is the bare swap to ReLU, without any fine-tuning."
-    if method or (sparsity and sparsity.get("density", 1.0) < BARE_DENSITY):
+    if method or (density is not None and density < BARE_DENSITY):
         return None
     return "Whether it was fine-tuned after the swap to ReLU is not recorded here."
 
@@ -130,21 +131,27 @@ def costly(measured: Mapping | None, config: Mapping) -> str | None:
     return f"Its held-out loss{_earlier(config)} is {above} above that of its dense parent."
 
 
-def _warning(config, method, sparsity, measured) -> str:
-    if recorded := untrained(method, sparsity):
+def _warning(config, method, density, measured) -> str:
+    if recorded := untrained(method, density):
         return f"> **Warning.** {recorded} {UNTRAINED}\n\n"
     return f"> **Warning.** {cost} {COSTLY}\n\n" if (cost := costly(measured, config)) else ""
 
 
-def measured_sparsity(measured: Mapping | None, config: Mapping) -> dict | None:
-    """The sparsity of a final model as a card gives it, from its `twell_measured.json`; else the mean density that its
-    config.json stores."""
+def measured_sparsity(measured: Mapping | None) -> dict | None:
+    """The figures of sparsity of a final model as a card gives them, from its `twell_measured.json`."""
     measured = measured or {}
     last = measured.get("after") or measured.get("before")
     if last and last.get("sparsity"):
         return {**last["sparsity"], "files": measured.get("heldout")}
+    return None
+
+
+def mean_density(sparsity: Mapping | None, config: Mapping) -> float | None:
+    """The mean over layers: of figures of sparsity, without these of the densities that config.json stores."""
+    if sparsity:
+        return sparsity.get("density")
     stored = (config.get("twell") or {}).get("density")
-    return {"density": sum(stored) / len(stored)} if stored else None
+    return sum(stored) / len(stored) if stored else None
 
 
 def _head(library: str, loader: type, base_model: str | None) -> ModelCardData:

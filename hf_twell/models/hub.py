@@ -26,7 +26,7 @@ from hf_twell.models.adapters import (
     save_adapter,
     sparse_base,
 )
-from hf_twell.models.cards import adapter_card, costly, is_repo, measured_sparsity, model_card, untrained
+from hf_twell.models.cards import adapter_card, costly, is_repo, mean_density, measured_sparsity, model_card, untrained
 from hf_twell.models.loading import check_checkpoint
 
 logger = logging.getLogger(__name__)
@@ -189,7 +189,8 @@ def folder_card(
     check_checkpoint(folder)
     record = training_record(folder)
     with one_line_errors(f"the figures that are given, or recorded in {folder}, make no card"):
-        if recorded := untrained(record["method"], sparsity or measured_sparsity(record["measured"], config)):
+        density = mean_density(sparsity or measured_sparsity(record["measured"]), config)
+        if recorded := untrained(record["method"], density):
             logger.warning("%s: %s Fine-tune it before others use it: hf-twell train", folder, recorded)
         elif cost := costly(record["measured"], config):
             logger.warning("%s: %s The card says so", folder, cost)

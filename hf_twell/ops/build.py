@@ -18,6 +18,7 @@ import sys
 import tempfile
 import threading
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -173,9 +174,10 @@ def file_name(stem: str, library: Path) -> str:
         return f"{stem}-{hashlib.file_digest(file, 'sha256').hexdigest()[:20]}.so"
 
 
-def find_libraries(name: str) -> list[Path]:
-    """Whole libraries that fit this torch, these sources and this GPU, the best first; a BuildError as `stem`."""
-    return list(filter(_is_whole, [*_prebuilt(name), *_cached(name)]))
+def find_libraries(name: str) -> Iterator[Path]:
+    """Whole libraries that fit this torch, these sources and this GPU, the best first; a BuildError as `stem`. Each is
+    read when it is asked for."""
+    return filter(_is_whole, [*_prebuilt(name), *_cached(name)])
 
 
 def _unfit(name: str) -> str:

@@ -71,7 +71,7 @@ def refusal(model: str, arguments: Sequence[str] = ()) -> str | None:
         return f"vLLM knows no {config['model_type']}; `hf-twell sparsify` saves such a model in stock form"
     if problem := _own_type_problem(config, arguments):
         return problem
-    if _is_of_torchao(config):
+    if _fails_on_torchao(config):
         return (
             f"vLLM does not load {model}, which holds weights of torchao as `hf-twell quantize` writes them; of 8-bit "
             "checkpoints vLLM takes those of compressed-tensors (W8A8 and FP8_DYNAMIC of llm-compressor)"
@@ -204,7 +204,7 @@ def _vllm_lists(architecture: str) -> bool:
     return registry.is_file() and f'"{architecture}"' in registry.read_text()
 
 
-def _is_of_torchao(config: dict) -> bool:
+def _fails_on_torchao(config: dict) -> bool:
     """Whether vLLM would fail on weights of torchao: without that package, and where other linears are none of its.
 
     It does not read the patterns that name these, and takes their weights for quantized ones.

@@ -275,11 +275,15 @@ class SparsityCallback(TrainerCallback):
         if counts is None:
             return
         density = counts.density()
-        self._smooth_density(density, counts.tokens)
         if self.controller is not None:
             measured = density if self.target == "target_density" else counts.union()
             progress = self.progress(step + 1)
             self.penalty.layer_weights = self.controller.update(measured, counts.size(self.term), progress)
+        if self.controller is not None and self.target == "target_density":
+            self._density = self.controller.density
+        else:
+            before, valid = density if self._density is None else self._density, counts.l1().isfinite().all()
+            self._density = smoothed(before, density, state.max_steps, valid=valid)
         if self.revival is not None:
             self.revival.count(counts.tokens, counts.active)
             revives = step < REVIVE_UNTIL * state.max_steps
@@ -293,11 +297,6 @@ class SparsityCallback(TrainerCallback):
         whole = (getattr(self.penalty.config, "twell", None) or {}).get("layers") is None
         if whole and steps_of(self.trainer) == state.global_step and self._density is not None:
             record_density(self.penalty.config, self.penalty.ffns, self._density.tolist())
-
-    def _smooth_density(self, density: torch.Tensor, tokens: torch.Tensor) -> None:
-        before = density if self._density is None else self._density
-        now = smoothed(before, density, self.trainer.state.max_steps)
-        self._density = torch.where(tokens > 0, now, before)  # not a step that broke off, or of padding alone
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if not args.should_save:

@@ -20,9 +20,10 @@ SMOOTHED = 0.02  # share of the run
 FAR = math.log(1.1)  # a tenth
 
 
-def smoothed(before: torch.Tensor, density: torch.Tensor, steps: int) -> torch.Tensor:
-    """Densities smoothed over 2 % of a run's steps, after one more step."""
-    return before + (density - before) / max(1.0, SMOOTHED * steps)
+def smoothed(before: torch.Tensor, density: torch.Tensor, steps: int, *, valid: torch.Tensor) -> torch.Tensor:
+    """Densities smoothed over 2 % of a run's steps, after one more step; as before, if that is not `valid`, (): where
+    its L1 is not finite, it overflowed, broke off, or was all padding."""
+    return torch.where(valid, before + (density - before) / max(1.0, SMOOTHED * steps), before)
 
 
 class DensityController:
@@ -89,7 +90,7 @@ class DensityController:
                 return torch.zeros_like(l1)
             self._begin(density, l1)
         else:
-            self._density = torch.where(valid, smoothed(self._density, density, self.steps), self._density)
+            self._density = smoothed(self._density, density, self.steps, valid=valid)
         off_path = self._log_of(self._seen()) - self._log_setpoint(progress)
         error = torch.where(valid, off_path.clamp(-1, 1), self._error)
         change = PROPORTIONAL * (error - self._error) + min(INTEGRAL / self.steps, LARGEST_INTEGRAL) * error
@@ -97,6 +98,11 @@ class DensityController:
         self._log_weight = torch.where(valid, (self._log_weight + change).clamp(*self._limits), self._log_weight)
         self._error = error
         return self.weights()
+
+    @property
+    def density(self) -> torch.Tensor | None:
+        """What it steers by, smoothed, (L,); None before it has started."""
+        return self._density if self.started else None
 
     def weights(self) -> torch.Tensor:
         return self._log_weight.exp()

@@ -18,7 +18,7 @@ def _missing() -> str:
     if not torch.cuda.is_available():
         return "PyTorch sees no CUDA GPU"
     try:
-        if not build.find_libraries("cuda"):
+        if not any(build.find_libraries("cuda")):
             toolchain.nvcc()
     except toolchain.BuildError as error:
         return str(error)

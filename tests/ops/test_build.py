@@ -135,7 +135,7 @@ def test_a_failed_compilation_leaves_its_log(tmp_path):
 def test_a_library_that_was_cut_short_is_compiled_anew(tmp_path, monkeypatch, run_json):
     """The loader maps it, so that the process would end with a bus error."""
     for name in ("ops", "cpu"):  # as every test's process has them
-        shutil.copy((build.find_libraries(name) or [build.compile_library(name)])[0], tmp_path)
+        shutil.copy(next(build.find_libraries(name), None) or build.compile_library(name), tmp_path)
     (library,) = tmp_path.glob("twell_ops-*.so")
     whole = library.read_bytes()
     os.truncate(library, 3000)
@@ -153,7 +153,7 @@ def test_a_library_that_was_cut_short_is_compiled_anew(tmp_path, monkeypatch, ru
     assert "available=True" in out
     assert "warning" not in out
     assert err.count(f"{library} is damaged; compiling") == err.count("compiling") == 1
-    assert build.find_libraries("ops")[0].stat().st_size == len(whole)
+    assert next(build.find_libraries("ops")).stat().st_size == len(whole)
 
 
 @pytest.mark.parametrize("damage", ["cut", "one bit", "longer", "empty"])
@@ -162,11 +162,11 @@ def test_a_library_is_what_was_built_or_is_none(damage, tmp_path, monkeypatch):
     built = tmp_path / "library.so"
     built.write_bytes(bytes(range(256)) * 20)
     library = built.rename(tmp_path / build.file_name(build.stem("cpu"), built))
-    assert build.find_libraries("cpu")[0] == library
+    assert next(build.find_libraries("cpu")) == library
     data = library.read_bytes()
     flipped = data[:700] + bytes([data[700] ^ 8]) + data[701:]
     library.write_bytes({"cut": data[:3000], "one bit": flipped, "longer": data + b"0", "empty": b""}[damage])
-    assert not build.find_libraries("cpu")
+    assert not any(build.find_libraries("cpu"))
 
 
 @pytest.mark.slow
@@ -396,7 +396,7 @@ def test_a_cuda_library_fits_one_architecture_and_nvcc_and_is_found_without_nvcc
         for architecture in ("sm_80", "sm_90a"):
             monkeypatch.setenv("HF_TWELL_CUDA_ARCH", architecture)
             names[version, architecture] = build.stem("cuda")
-            assert not build.find_libraries("cuda")
+            assert not any(build.find_libraries("cuda"))
     assert len(set(names.values())) == 4
     several = []
     for architectures in ("sm_80,sm_90a", "sm_90a, sm_80,sm_80"):
@@ -410,14 +410,14 @@ def test_a_cuda_library_fits_one_architecture_and_nvcc_and_is_found_without_nvcc
         tmp_path / "cache" / build.file_name(names[version, "sm_90a"], empty) for version in ("12.9.86", "13.0.88")
     )
     made.touch()
-    assert not build.find_libraries("cuda"), "nvcc is newer than the library's"
+    assert not any(build.find_libraries("cuda")), "nvcc is newer than the library's"
     monkeypatch.setenv("CUDA_HOME", "/nowhere")
-    assert build.find_libraries("cuda")[0] == made
+    assert next(build.find_libraries("cuda")) == made
     newer.touch()
-    assert build.find_libraries("cuda")[0] == newer
+    assert next(build.find_libraries("cuda")) == newer
     newer.unlink()
     monkeypatch.setenv("HF_TWELL_CUDA_ARCH", "sm_80")
-    assert not build.find_libraries("cuda")
+    assert not any(build.find_libraries("cuda"))
 
 
 def test_a_library_that_came_with_the_package_is_taken_where_it_fits(tmp_path, monkeypatch):
@@ -433,14 +433,14 @@ def test_a_library_that_came_with_the_package_is_taken_where_it_fits(tmp_path, m
     )
     for library in (ops, prebuilt, cuda):
         library.touch()
-    assert build.find_libraries("cpu")[0] == prebuilt
+    assert next(build.find_libraries("cpu")) == prebuilt
 
     for version, found in (("13.2", True), ("12.8", False), (None, False)):
         monkeypatch.setattr(torch.version, "cuda", version)
-        assert bool(build.find_libraries("cuda")) == found, version
+        assert any(build.find_libraries("cuda")) == found, version
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setenv("HF_TWELL_CUDA_ARCH", "sm_90a")
-    assert not build.find_libraries("cuda"), "named architectures are compiled"
+    assert not any(build.find_libraries("cuda")), "named architectures are compiled"
 
     monkeypatch.setenv("CXX", "/nowhere/g++")
     with pytest.warns(UserWarning, match="twell_ops-.*so does not load .*; no C\\+\\+ compiler found"):
@@ -448,16 +448,16 @@ def test_a_library_that_came_with_the_package_is_taken_where_it_fits(tmp_path, m
     monkeypatch.setattr(build, "_outcomes", {})
 
     prebuilt.write_bytes(b"damaged")
-    assert not build.find_libraries("cpu")
+    assert not any(build.find_libraries("cpu"))
     prebuilt.write_bytes(b"")
     monkeypatch.setattr(toolchain, "STABLE_ABI_TARGET", "0x0263000000000000")
-    assert not build.find_libraries("cpu"), "of another ABI"
+    assert not any(build.find_libraries("cpu")), "of another ABI"
 
 
 @needs_compiler
 def test_status_names_the_library_that_loads(tmp_path, monkeypatch):
     """What was compiled here, where the package's own library does not load."""
-    ops, compiled = ((build.find_libraries(name) or [build.compile_library(name)])[0] for name in ("ops", "cpu"))
+    ops, compiled = (next(build.find_libraries(name), None) or build.compile_library(name) for name in ("ops", "cpu"))
     monkeypatch.setattr(build, "PREBUILT", tmp_path)
     monkeypatch.setattr(build, "_outcomes", {})
     empty = tmp_path / "empty"

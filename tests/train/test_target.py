@@ -264,6 +264,8 @@ def test_a_real_run_is_steered_logged_and_resumed(tmp_path, caplog):
     state = read_state(tmp_path / f"checkpoint-{SAVE_STEPS}")
     assert state["target_density"] == 0.1
     assert len(state["controller"]["log_weight"]) == 3
+    last = read_state(tmp_path / f"checkpoint-{STEPS}")["controller"]["density"]
+    assert whole.model.config.twell["density"] == pytest.approx(last, abs=1e-6), "what steered is what is stored"
 
     resumed = make_trainer(tmp_path, target_density=0.1, warmup_steps=WARMUP_STEPS)
     resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{SAVE_STEPS}"))
