@@ -34,6 +34,7 @@ PREFIX, FILE = "twell_", "modeling_twell.py"
 # those of the places that it has: some of a model's layers may be dense and others mixtures of experts.
 MLP, EXPERTS = "mlp.act_fn", ("mlp.experts.act_fn", "mlp.shared_expert.act_fn")
 DEEPSEEK = (MLP, "mlp.experts.act_fn", "mlp.shared_experts.act_fn")
+LLAMA4 = tuple(f"feed_forward.{act}" for act in ("activation_fn", "experts.act_fn", "shared_expert.activation_fn"))
 GRANITE = ("block_sparse_moe.experts.act_fn", "shared_mlp.activation")
 ACTIVATIONS = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "ernie4_5_moe", "exaone_moe"), DEEPSEEK),
@@ -44,6 +45,7 @@ ACTIVATIONS = {
     "falcon_h1": ("feed_forward.act_fn",),
     "gemma4": (MLP, "experts.act_fn"),
     "gemma4_text": (MLP, "experts.act_fn"),
+    **dict.fromkeys(("llama4", "llama4_text"), LLAMA4),
     "olmo_hybrid": (MLP,),
     "qwen3_5": (MLP,),
     "qwen3_5_moe": EXPERTS,
