@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_twell.blocks import modeling_twell
+from hf_twell.blocks.modeling_twell import decoder_of
 
 
 class FfnForm(NamedTuple):
@@ -304,10 +305,6 @@ def base_layer(linear: nn.Module) -> nn.Module:
     while hasattr(linear, "base_layer"):
         linear = linear.base_layer
     return linear
-
-
-def decoder_of(model: nn.Module) -> nn.Module:
-    return model.get_decoder() if hasattr(model, "get_decoder") else model
 
 
 def _decoder_modules(model: nn.Module, *, every_name: bool = False) -> Iterator[tuple[str, nn.Module]]:

@@ -79,9 +79,10 @@ class SparseExperts(SparseBlock):
         if look and (on_cpu or not asked):
             recent.look(x, index, gate_up)
         taken = choose_experts(key, Activity(recent.density)) == "kernels"
-        if look and (taken or on_cpu):
-            settle_down(self, self._parameters[form.settled], x, recent.density, "kCpuRowsAbove")
-        # Where the memory of gate and up could not be settled, kernels would copy them in each call.
+        if look and (taken or (on_cpu and not form.per_token)):
+            density = 0.0 if form.per_token else recent.density  # kernels read gate and up alike at every density
+            settle_down(self, self._parameters[form.settled], x, density, "kCpuRowsAbove")
+        # Where others hold the memory of gate and up, kernels would copy them in each call.
         return taken and (asked or gate_up.stride(2) == 1)
 
     def _with_term(self, l1: L1Inputs, x: torch.Tensor, index: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

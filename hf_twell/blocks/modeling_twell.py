@@ -112,7 +112,7 @@ class TwellBlocks(StockModel):
             )
         super().__init__(config, *args, **options)
         paths = ACTIVATIONS[text_config.model_type.removeprefix(PREFIX)]
-        for layer in self.get_decoder().layers:
+        for layer in decoder_of(self).layers:
             for path in {name for name, _ in layer.named_modules()}.intersection(paths):
                 layer.set_submodule(path, ACT2FN[text_config.ffn_act])
 
@@ -138,6 +138,13 @@ def twell_class(stock: Any) -> Any:
         body[key] = {**getattr(stock, key), "text_config": twell_class(text)}
     _convert_weights_alike(stock.model_type)
     return type(name, (TwellConfig, stock), body)
+
+
+def decoder_of(model: Any) -> Any:
+    """The text decoder of a model, or the model itself where it has no other."""
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    # Llama4ForCausalLM takes itself for its decoder.
+    return decoder if hasattr(decoder, "layers") else getattr(decoder, "model", decoder)
 
 
 def heads(model_type: str) -> dict[str, Any]:
