@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_twell.blocks.layout import settle_down
+from hf_twell.blocks.layout import by_column, settle_down
 from hf_twell.blocks.modeling import BlockSizes, L1Inputs, SparseBlock, all_modules_are_hooked, is_bare_relu
 from hf_twell.blocks.operands import has_forward_of
 from hf_twell.dispatch.activity import Activity
@@ -78,12 +78,13 @@ class SparseExperts(SparseBlock):
         recent = self.twell_state.pairs
         if look and (on_cpu or not asked):
             recent.look(x, index, gate_up)
+        del gate_up, down  # views, maybe: memory that they hold stays as it is
         taken = choose_experts(key, Activity(recent.density)) == "kernels"
         if look and (taken or (on_cpu and not form.per_token)):
             density = 0.0 if form.per_token else recent.density  # kernels read gate and up alike at every density
             settle_down(self, self._parameters[form.settled], x, density, "kCpuRowsAbove")
         # Where others hold the memory of gate and up, kernels would copy them in each call.
-        return taken and (asked or gate_up.stride(2) == 1)
+        return taken and (asked or not form.per_token or by_column(self._parameters[form.gate_up]))
 
     def _with_term(self, l1: L1Inputs, x: torch.Tensor, index: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         form = self.twell.form
