@@ -132,11 +132,12 @@ def test_checkpointing_counts_once(reentrant):
 
 
 @pytest.mark.slow
-def test_a_compiled_model_learns_the_same():
+@pytest.mark.parametrize("name", ["olmoe", "llama4_text"])
+def test_a_compiled_model_learns_the_same(name):
     """In one graph, where bfloat16 goes by the grouped matmul."""
     results = []
     for compiled in (False, True):
-        model = sparsify(mixture()).train()
+        model = sparsify(mixture(name)).train()
         forward = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
         penalty = L1Penalty(model, WEIGHT)
         for batch in penalty.micro_batches([pad(rows())]):
