@@ -67,7 +67,7 @@ class ExpertsForm(NamedTuple):
 
     @property
     def settled(self) -> str:
-        """What `hf_twell.blocks.layout` settles: transposed, down lies by columns anyway, and gate and up by columns."""
+        """What `hf_twell.blocks.layout` settles; of transposed matrices down lies by columns anyway."""
         return self.gate_up if self.per_token else self.down
 
     def weights(self, module: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
@@ -89,7 +89,8 @@ class ExpertsForm(NamedTuple):
         index = came_TE.float().topk(self.per_token).indices.sort().values
         tokens = len(index)
         place = index * tokens + torch.arange(tokens, device=x.device).unsqueeze(1)
-        return x.index_select(0, place.flatten()).unflatten(0, index.shape), index, torch.ones_like(index, dtype=x.dtype)
+        x_TKD = x.index_select(0, place.flatten()).unflatten(0, index.shape)
+        return x_TKD, index, torch.ones_like(index, dtype=x.dtype)
 
     def result(self, module: nn.Module, y: torch.Tensor) -> torch.Tensor:
         """What the module returns, of y (T, D): of Llama 4 (E T, D) over whose E is summed, so the first may have y."""
@@ -116,9 +117,9 @@ ACTIVATION_KEYS = ("hidden_act", "hidden_activation", "activation_function")
 
 SUPPORTED = (
     "Supported are Llama, Qwen2, Qwen3, Mistral and stock models whose every layer has one dense feed-forward block of "
-    "linears named " + ", ".join("/".join(form.linears) for form in FORMS) + ", or experts that are called with "
-    f"hidden states, experts and weights, of two parameters, {EXPERTS.gate_up} (E, 2F, D) and {EXPERTS.down} (E, D, F), "
-    "or Llama 4's"
+    "linears named " + ", ".join(dict.fromkeys("/".join(form.linears) for form in FORMS)) + ", or experts, Llama 4's or "
+    f"called with hidden states, experts and weights, of two parameters, {EXPERTS.gate_up} (E, 2F, D) and "
+    f"{EXPERTS.down} (E, D, F)"
 )
 
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from hf_twell.bench.block import bench_ffn
 from hf_twell.bench.environment import DTYPES, environment
 from hf_twell.bench.wanted import Wanted
-from hf_twell.blocks.architectures import activation_keys, decoder_of, dense_ffns
+from hf_twell.blocks.architectures import activation_keys, dense_ffns
 from hf_twell.convert.sparsify import chosen_layers, sparsify, unpatch
 from hf_twell.dispatch.activity import Activity
 from hf_twell.dispatch.choose import faster, max_density
@@ -138,7 +138,7 @@ def _block_inputs(model, sites, ids) -> list[torch.Tensor]:
     inputs: list[torch.Tensor] = []
     handles = [site.module.register_forward_pre_hook(lambda _, args: inputs.append(args[0].clone())) for site in sites]
     try:
-        decoder_of(model)(input_ids=ids.to(next(model.parameters()).device), use_cache=False)
+        model.get_decoder()(input_ids=ids.to(next(model.parameters()).device), use_cache=False)
     finally:
         for handle in handles:
             handle.remove()
