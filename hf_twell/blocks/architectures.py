@@ -117,9 +117,9 @@ ACTIVATION_KEYS = ("hidden_act", "hidden_activation", "activation_function")
 
 SUPPORTED = (
     "Supported are Llama, Qwen2, Qwen3, Mistral and stock models whose every layer has one dense feed-forward block of "
-    "linears named " + ", ".join(dict.fromkeys("/".join(form.linears) for form in FORMS)) + ", or experts, Llama 4's or "
+    "linears named " + ", ".join(dict.fromkeys("/".join(form.linears) for form in FORMS)) + ", or experts that are "
     f"called with hidden states, experts and weights, of two parameters, {EXPERTS.gate_up} (E, 2F, D) and "
-    f"{EXPERTS.down} (E, D, F)"
+    f"{EXPERTS.down} (E, D, F), or Llama 4's"
 )
 
 
