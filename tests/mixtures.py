@@ -14,6 +14,8 @@ ROUTED = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 2
 SHARED = {**ROUTED, "shared_expert_intermediate_size": 16}
 LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
 NEXT = {**LINEAR, "head_dim": 8, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "num_hidden_layers": 4}
+LLAMA4 = {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size_mlp": 48, "interleave_moe_layer_step": 2}
+LLAMA4 |= {"num_hidden_layers": 4, "head_dim": 8}
 
 MIXTURES = {
     "mixtral": (tf.MixtralForCausalLM, lambda: tf.MixtralConfig(**TEXT, num_local_experts=6)),
@@ -22,6 +24,8 @@ MIXTURES = {
     "qwen3_moe": (tf.Qwen3MoeForCausalLM, lambda: tf.Qwen3MoeConfig(**TEXT, **ROUTED, head_dim=8, mlp_only_layers=[0])),
     # With a shared expert.
     "qwen2_moe": (tf.Qwen2MoeForCausalLM, lambda: tf.Qwen2MoeConfig(**TEXT, **SHARED)),
+    # Its experts lie transposed, and get all tokens; its first layer is dense, and of another width.
+    "llama4_text": (tf.Llama4ForCausalLM, lambda: tf.Llama4TextConfig(**{**TEXT, **LLAMA4})),
     # A type of our own.
     "qwen3_next": (tf.Qwen3NextForCausalLM, lambda: tf.Qwen3NextConfig(**{**TEXT, **NEXT}, **SHARED)),
 }

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_twell.blocks import modeling_twell
+from hf_twell.blocks.modeling_twell import decoder_of
 
 
 class FfnForm(NamedTuple):
@@ -39,6 +40,11 @@ class FfnForm(NamedTuple):
     def matrices(self) -> int:
         return 3 if self.gate else 2
 
+    @property
+    def settled(self) -> str:
+        """What holds the weight whose memory order `hf_twell.blocks.layout` settles."""
+        return self.down
+
     def split(self, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What the activation gets, and up's result, of what `first` computes; None where that is another linear's."""
         return y.chunk(2, dim=-1) if self.fused else (y, None)
@@ -49,16 +55,54 @@ class ExpertsForm(NamedTuple):
 
     Their matrices lie in two parameters, (E, 2F, D), gate's rows first, and (E, D, F); the module is called with hidden
     states (T, D), the experts of each token (T, K) and their weights in the sum (T, K).
+
+    With `per_token`, K, they are Llama 4's: the matrices lie transposed, and the module is called with (E T, D), for
+    each expert all tokens times their score for it: zeros, but for the K experts that a token goes through.
     """
 
     gate_up: str
     down: str
     activation: str
+    per_token: int | None = None
+
+    @property
+    def settled(self) -> str:
+        """What `hf_twell.blocks.layout` settles; of transposed matrices down lies by columns anyway."""
+        return self.gate_up if self.per_token else self.down
+
+    def weights(self, module: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+        """The parameters, or views of them: w_gate_up (E, 2F, D) and w_down (E, D, F)."""
+        gate_up, down = getattr(module, self.gate_up), getattr(module, self.down)
+        return (gate_up.mT, down.mT) if self.per_token else (gate_up, down)
+
+    def routing(
+        self, module: nn.Module, x: torch.Tensor, index: torch.Tensor | None = None, weight: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, Any, Any]:
+        """x, index and weight as `hf_twell.ops.experts` has them, of what the module is called with.
+
+        Of Llama 4 x is that of each pair, (T, K, D), and the score is in it, so weights are ones.
+        """
+        if self.per_token is None:
+            return x, index, weight
+        x_ETD = x.view(len(getattr(module, self.down)), -1, x.shape[-1])
+        came_TE = (x_ETD != 0).any(-1).mT
+        index = came_TE.float().topk(self.per_token).indices.sort().values
+        tokens = len(index)
+        place = index * tokens + torch.arange(tokens, device=x.device).unsqueeze(1)
+        x_TKD = x.index_select(0, place.flatten()).unflatten(0, index.shape)
+        return x_TKD, index, torch.ones_like(index, dtype=x.dtype)
+
+    def result(self, module: nn.Module, y: torch.Tensor) -> torch.Tensor:
+        """What the module returns, of y (T, D): of Llama 4 (E T, D) over whose E is summed, so the first may have y."""
+        if self.per_token is None:
+            return y
+        return nn.functional.pad(y, (0, 0, 0, (len(getattr(module, self.down)) - 1) * len(y)))
 
 
 FORMS = (
     FfnForm("gate_proj", "up_proj", "down_proj", "act_fn"),  # Llama, Qwen2, Qwen3, Mistral, Gemma, SmolLM3, OLMo
     FfnForm("gate_up_proj", "gate_up_proj", "down_proj", "activation_fn"),  # Phi-3, Phi-4, GLM-4
+    FfnForm("gate_proj", "up_proj", "down_proj", "activation_fn"),  # Llama 4's dense layers and shared experts
     FfnForm("input_linear", "input_linear", "output_linear", "activation"),  # Granite's shared experts
     FfnForm(None, "up_proj", "down_proj", "act_fn"),  # Nemotron, Arcee
     FfnForm(None, "c_fc", "c_proj", "act"),  # StarCoder2
@@ -73,8 +117,9 @@ ACTIVATION_KEYS = ("hidden_act", "hidden_activation", "activation_function")
 
 SUPPORTED = (
     "Supported are Llama, Qwen2, Qwen3, Mistral and stock models whose every layer has one dense feed-forward block of "
-    "linears named " + ", ".join("/".join(form.linears) for form in FORMS) + ", or experts that are called with "
-    f"hidden states, experts and weights, of two parameters, {EXPERTS.gate_up} (E, 2F, D) and {EXPERTS.down} (E, D, F)"
+    "linears named " + ", ".join(dict.fromkeys("/".join(form.linears) for form in FORMS)) + ", or experts that are "
+    f"called with hidden states, experts and weights, of two parameters, {EXPERTS.gate_up} (E, 2F, D) and "
+    f"{EXPERTS.down} (E, D, F), or Llama 4's"
 )
 
 
@@ -117,7 +162,7 @@ class ExpertsSite(NamedTuple):
     @property
     def sizes(self) -> tuple[int, int, int]:
         """(E, F, D)."""
-        experts, hidden, width = getattr(self.module, self.form.down).shape
+        experts, hidden, width = self.form.weights(self.module)[1].shape
         return experts, width, hidden
 
     @property
@@ -141,19 +186,20 @@ def find_ffns(model: nn.Module) -> list[Site]:
         )
     sites: list[Site] = []
     layers: dict[str, int] = {}
+    per_token = getattr(model.config.get_text_config(), "num_experts_per_tok", None)
     for name, module in _decoder_modules(model):
         if "_orig_mod" in module._modules or any(name.startswith(site.name + ".") for site in sites):
             continue  # what torch.compile wraps around a module, or a part of a block that was found
         experts = getattr(module, "experts", None)
-        if not _holds_experts(base_layer(experts)) if experts is not None else hasattr(module, "router"):
+        if not _experts_form(base_layer(experts), per_token) if experts is not None else hasattr(module, "router"):
             what = type(module if experts is None else experts).__name__
             raise ValueError(
                 f"{name} ({type(module).__name__}) is a mixture of experts of another form ({what}). {SUPPORTED}."
             )
-        form = EXPERTS if _holds_experts(module) else _form_of(module)
+        form = _experts_form(module, per_token) or _form_of(module)
         if form:
             layer = layers.setdefault(layer_name(name), len(layers))
-            site: Any = ExpertsSite if form is EXPERTS else FfnSite
+            site: Any = ExpertsSite if isinstance(form, ExpertsForm) else FfnSite
             sites.append(site(name, module, form, layer))
     _check_complete(model, sites)
     return sites
@@ -262,10 +308,6 @@ def base_layer(linear: nn.Module) -> nn.Module:
     return linear
 
 
-def decoder_of(model: nn.Module) -> nn.Module:
-    return model.get_decoder() if hasattr(model, "get_decoder") else model
-
-
 def _decoder_modules(model: nn.Module, *, every_name: bool = False) -> Iterator[tuple[str, nn.Module]]:
     """The decoder and everything in it, each under its full name in the model, or under every name that it has."""
     decoder = decoder_of(model)
@@ -280,17 +322,21 @@ def _form_of(module: nn.Module) -> FfnForm | None:
     return None
 
 
-def _holds_experts(module: nn.Module | None) -> bool:
-    """Whether it is of the form `EXPERTS`; what it computes of them shows when it is run."""
+def _experts_form(module: nn.Module | None, per_token: int | None) -> ExpertsForm | None:
+    """`EXPERTS`, or Llama 4's of so many experts a token; what it computes of them shows when it is run."""
     module = getattr(module, "_modules", {}).get("original_module", module)  # of PEFT's `modules_to_save`
     parameters = getattr(module, "_parameters", {})
     gate_up, down = (parameters.get(name) for name in (EXPERTS.gate_up, EXPERTS.down))
     if gate_up is None or down is None or not hasattr(module, EXPERTS.activation):
-        return False
+        return None
     if getattr(module, "has_bias", False) or getattr(module, "has_post_expert_norm", False) or down.ndim != 3:
-        return False
+        return None
     experts, hidden, width = down.shape
-    return gate_up.shape == (experts, 2 * width, hidden) and not getattr(module, "is_transposed", False)
+    if gate_up.shape == (experts, 2 * width, hidden) and not getattr(module, "is_transposed", False):
+        return EXPERTS
+    alone = len(inspect.signature(stock_class(module).forward).parameters) == 2  # self, and all tokens for each expert
+    transposed = gate_up.shape == (experts, width, 2 * hidden)
+    return EXPERTS._replace(per_token=per_token) if alone and transposed and per_token else None
 
 
 def _copies(module: nn.Module) -> list[nn.Module]:

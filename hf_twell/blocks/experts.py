@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_twell.blocks.layout import settle_down
+from hf_twell.blocks.layout import by_column, settle_down
 from hf_twell.blocks.modeling import BlockSizes, L1Inputs, SparseBlock, all_modules_are_hooked, is_bare_relu
 from hf_twell.blocks.operands import has_forward_of
 from hf_twell.dispatch.activity import Activity
@@ -27,23 +27,28 @@ class SparseExperts(SparseBlock):
         return self.call_replaced(*args, **kwargs)
 
     def sizes(self) -> BlockSizes:
-        number, _, width = getattr(self, self.twell.form.down).shape
+        number, _, width = self.twell.form.weights(self)[1].shape
         return BlockSizes(number, width)
 
     def forward(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+        self,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor | None = None,
+        top_k_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        given = [each for each in (hidden_states, top_k_index, top_k_weights) if each is not None]
         if not (torch.compiler.is_compiling() and has_forward_of(SparseExperts, self)):
             self.twell_state.awaited = None
-        l1 = self.l1_of(hidden_states)
+        form = self.twell.form
+        x, index, weight = form.routing(self, *given)
+        l1 = self.l1_of(x if x.ndim == 2 else x[:, 0])
         if l1 is not None:
-            return self._with_term(l1, hidden_states, top_k_index, top_k_weights)
-        if self.takes_kernels(hidden_states, top_k_index, look=True):
-            form = self.twell.form
-            gate_up, down = self._parameters[form.gate_up], self._parameters[form.down]
-            backend = self.twell.backend
-            return experts.by_expert(hidden_states, top_k_index, top_k_weights, gate_up, down, backend=backend)
-        return super().forward(hidden_states, top_k_index, top_k_weights)
+            y = self._with_term(l1, x, index, weight)
+        elif self.takes_kernels(x, index, look=True):
+            y = experts.by_expert(x, index, weight, *form.weights(self), backend=self.twell.backend)
+        else:
+            return super().forward(*given)
+        return form.result(self, y)
 
     def takes_kernels(self, x: torch.Tensor, index: torch.Tensor, look: bool = False) -> bool:
         """Whether a call goes by kernels; `look`: it is one, and its density may be sampled and its memory settled."""
@@ -57,7 +62,9 @@ class SparseExperts(SparseBlock):
         asked = self.twell.backend != "auto"
         if api.resolve(self.twell.backend, x.device.type) == "reference" or api.transformed():
             return False
-        gate_up, down = weights
+        gate_up, down = form.weights(self)
+        if x.ndim == 3:  # each pair has its own
+            x, index = x.flatten(0, 1), index.view(-1, 1)
         width = down.shape[2]
         key = key_of(x, gate_up[0, :width], down[0], asked=asked)
         if getattr(self, "_is_expert_parallel", False) or (problem(key) and not asked):  # asked for, they say it
@@ -66,19 +73,24 @@ class SparseExperts(SparseBlock):
             self.twell_state.captured = True  # whichever way it goes: the graph holds down_proj's address
         on_cpu, pairs = key.device == "cpu", index.numel()
         key = key._replace(tokens=-(-pairs // (len(index.unique()) if on_cpu else len(down))))  # of an expert
-        if not (on_cpu or asked or (takes_experts(key, pairs, len(down)) and max_experts_density(key) > 0)):
-            return False
+        if not (on_cpu or asked):
+            by_chance = torch.are_deterministic_algorithms_enabled()  # when a sample arrives is no one's to say
+            if by_chance or not (takes_experts(key, pairs, len(down)) and max_experts_density(key) > 0):
+                return False
         recent = self.twell_state.pairs
         if look and (on_cpu or not asked):
             recent.look(x, index, gate_up)
+        del gate_up, down  # views, maybe: memory that they hold stays as it is
         taken = choose_experts(key, Activity(recent.density)) == "kernels"
-        if look and (taken or on_cpu):
-            settle_down(self, down, x, recent.density, "kCpuRowsAbove")
-        return taken
+        if look and (taken or (on_cpu and not form.per_token)):
+            density = 0.0 if form.per_token else recent.density  # kernels read gate and up alike at every density
+            settle_down(self, self._parameters[form.settled], x, density, "kCpuRowsAbove")
+        # Where others hold the memory of gate and up, kernels would copy them in each call.
+        return taken and (asked or not form.per_token or by_column(self._parameters[form.gate_up]))
 
     def _with_term(self, l1: L1Inputs, x: torch.Tensor, index: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         form = self.twell.form
-        gate_up, down = getattr(self, form.gate_up), getattr(self, form.down)
+        gate_up, down = form.weights(self)
         _check_all_experts(self, down, l1)
         options = {"count_scale" if l1.counts else "l1_scale": l1.scale}
         return experts.routed(

@@ -1,5 +1,7 @@
 """The memory order of down_proj: by columns in evaluation, where kernels gather them; as it was, in training.
 
+Llama 4's experts lie transposed. There it is gate and up that get columns, which are neurons, too.
+
 The parameter stays the same object with the same shape and values; only its strides change, so it computes, saves and
 reloads alike. No copy is kept, hence none can go stale when an adapter is merged into the weight or it is replaced.
 """
@@ -31,7 +33,7 @@ def settle_down(
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
         ffn.twell_state.captured = True
     elif torch.is_grad_enabled() and weight.requires_grad:
-        if _by_column(weight) and _swappable(ffn, weight):
+        if by_column(weight) and _swappable(ffn, weight):
             _swap(weight, weight.detach().contiguous())
     elif not (ffn.training or torch.is_grad_enabled()):
         _settle_evaluated(ffn, weight, x, density, below)
@@ -48,7 +50,7 @@ def _settle_evaluated(
         return
     else:
         wants_columns, wants_rows = density < limit(below), density > limit("kCpuRowsAbove")
-    to_columns, to_rows = wants_columns and weight.is_contiguous(), wants_rows and _by_column(weight)
+    to_columns, to_rows = wants_columns and weight.is_contiguous(), wants_rows and by_column(weight)
     if not (to_columns or to_rows) or _distributed() or not _swappable(ffn, weight) or _held(weight):
         return  # nearly always for the first reason, so the cheapest test comes first
     _swap(weight, weight.detach().mT.contiguous().mT if to_columns else weight.detach().contiguous())
@@ -56,7 +58,7 @@ def _settle_evaluated(
 
 def restore_down(ffn: torch.nn.Module) -> None:
     """Give the weight the memory order in which stock models hold it."""
-    weight = getattr(ffn, ffn.twell.form.down)
+    weight = getattr(ffn, ffn.twell.form.settled)
     weight = getattr(weight, "weight", None) if isinstance(weight, torch.nn.Module) else weight
     held = quantized_values(weight)
     weight = weight if held is None else held[0]
@@ -64,7 +66,7 @@ def restore_down(ffn: torch.nn.Module) -> None:
         _swap(weight, weight.detach().contiguous())
 
 
-def _by_column(weight: torch.Tensor) -> bool:
+def by_column(weight: torch.Tensor) -> bool:
     return weight.stride()[-2:] == (1, weight.shape[-2])
 
 

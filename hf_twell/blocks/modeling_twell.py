@@ -34,6 +34,7 @@ PREFIX, FILE = "twell_", "modeling_twell.py"
 # those of the places that it has: some of a model's layers may be dense and others mixtures of experts.
 MLP, EXPERTS = "mlp.act_fn", ("mlp.experts.act_fn", "mlp.shared_expert.act_fn")
 DEEPSEEK = (MLP, "mlp.experts.act_fn", "mlp.shared_experts.act_fn")
+LLAMA4 = tuple(f"feed_forward.{act}" for act in ("activation_fn", "experts.act_fn", "shared_expert.activation_fn"))
 GRANITE = ("block_sparse_moe.experts.act_fn", "shared_mlp.activation")
 ACTIVATIONS = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "ernie4_5_moe", "exaone_moe"), DEEPSEEK),
@@ -44,6 +45,7 @@ ACTIVATIONS = {
     "falcon_h1": ("feed_forward.act_fn",),
     "gemma4": (MLP, "experts.act_fn"),
     "gemma4_text": (MLP, "experts.act_fn"),
+    **dict.fromkeys(("llama4", "llama4_text"), LLAMA4),
     "olmo_hybrid": (MLP,),
     "qwen3_5": (MLP,),
     "qwen3_5_moe": EXPERTS,
@@ -59,6 +61,7 @@ HEADS = {
     "AutoModelForPreTraining": modeling_auto.MODEL_FOR_PRETRAINING_MAPPING_NAMES,
     "AutoModelForQuestionAnswering": modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
     "AutoModelForSequenceClassification": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    "AutoModelForTextEncoding": modeling_auto.MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES,
     "AutoModelForTokenClassification": modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
 }
 
@@ -110,7 +113,7 @@ class TwellBlocks(StockModel):
             )
         super().__init__(config, *args, **options)
         paths = ACTIVATIONS[text_config.model_type.removeprefix(PREFIX)]
-        for layer in self.get_decoder().layers:
+        for layer in decoder_of(self).layers:
             for path in {name for name, _ in layer.named_modules()}.intersection(paths):
                 layer.set_submodule(path, ACT2FN[text_config.ffn_act])
 
@@ -136,6 +139,13 @@ def twell_class(stock: Any) -> Any:
         body[key] = {**getattr(stock, key), "text_config": twell_class(text)}
     _convert_weights_alike(stock.model_type)
     return type(name, (TwellConfig, stock), body)
+
+
+def decoder_of(model: Any) -> Any:
+    """The text decoder of a model, or the model itself where it has no other."""
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    # Llama4ForCausalLM takes itself for its decoder.
+    return decoder if hasattr(decoder, "layers") else getattr(decoder, "model", decoder)
 
 
 def heads(model_type: str) -> dict[str, Any]:

@@ -112,23 +112,31 @@ def _check_experts_formula(site: ExpertsSite, where: str) -> None:
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, device="cpu", dtype=torch.float32)
 
-    weights = {site.form.gate_up: normal(number, 2 * width, hidden), site.form.down: normal(number, hidden, width)}
+    weights = normal(number, 2 * width, hidden), normal(number, hidden, width)
+    parameters = dict(zip((site.form.gate_up, site.form.down), weights, strict=True))
+    if site.form.per_token:
+        parameters = {name: weight.mT for name, weight in parameters.items()}
     others = {name: child for name, child in site.module._modules.items() if name != site.form.activation}
-    tiny.__dict__ = {**vars(site.module), "_modules": copy.deepcopy(others), "_parameters": weights}
+    tiny.__dict__ = {**vars(site.module), "_modules": copy.deepcopy(others), "_parameters": parameters}
+    tiny.hidden_size = hidden  # which Llama 4's read
     setattr(tiny, site.form.activation, nn.ReLU())
     index = torch.randint(number, (tokens, 1), generator=generator, device="cpu")
     index = torch.cat([index, (index + 1) % number], dim=1)[:, : min(2, number)]
     x, share = normal(tokens, hidden), normal(*index.shape).abs()
+    given: tuple = (index, share)
+    if site.form.per_token:  # each expert computes its own tokens
+        index = torch.arange(number, device="cpu").repeat_interleave(tokens).unsqueeze(1)
+        x, share, given = normal(len(index), hidden), torch.ones_like(index), ()
     eager = getattr(cls.forward, "__wrapped__", cls.forward)
     with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.random.fork_rng(devices=[]):
         for mode in (True, False):
             nn.Module.train(tiny, mode)
             for scale in (1.0, 1000.0):  # a limit of the values would show in large ones
-                expected = experts.experts(scale * x, index, share, *weights.values()) / scale**2
+                expected = experts.experts(scale * x, index, share, *weights) / scale**2
                 gate_up = scale * normal(tokens, 2 * width)
                 gate, up = gate_up.chunk(2, dim=-1)
                 try:
-                    exact = torch.allclose(eager(tiny, scale * x, index, share) / scale**2, expected, 1e-4, 1e-4)
+                    exact = torch.allclose(eager(tiny, scale * x, *given) / scale**2, expected, 1e-4, 1e-4)
                     if hasattr(tiny, "_apply_gate"):
                         exact &= torch.allclose(tiny._apply_gate(gate_up), gate.relu() * up, 1e-4, 1e-4)
                 except Exception as error:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_twell.blocks.architectures import activation_keys, find_ffns
+from hf_twell.blocks.architectures import activation_keys, decoder_of, find_ffns
 from hf_twell.inspection.passages import batches, first_tokens, windows
 from hf_twell.inspection.places import Tables
 from hf_twell.measure.inference import check_ids, describe, input_device, model_context
@@ -68,7 +68,7 @@ def inspect_text(
             raise ValueError(f"{name}={value}; give at least 1")
     sites = find_ffns(model)
     activity = ModelActivity(sites)
-    decoder, device = model.get_decoder(), input_device(model)
+    decoder, device = decoder_of(model), input_device(model)
     tables = Tables(len(sites), context, model.get_input_embeddings().num_embeddings, device)
     first = padded = None
     valid: Any = None

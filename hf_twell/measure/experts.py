@@ -22,11 +22,13 @@ class RoutedH(NamedTuple):
     expert: torch.Tensor
 
     @classmethod
-    def of(cls, site: ExpertsSite, x: torch.Tensor, expert: torch.Tensor) -> "RoutedH":
-        """From the hidden states x (T, D) and the experts (T, K) that the module is called with."""
+    def of(cls, site: ExpertsSite, *given: torch.Tensor) -> "RoutedH":
+        """From what the module is called with."""
+        x, expert, _ = site.form.routing(site.module, *given)
         pairs = Pairs.of(expert, site.sizes[0])
-        gate_up = getattr(site.module, site.form.gate_up)
-        rows = grouped_linear(x[pairs.token].to(gate_up.dtype), gate_up, pairs.ends)
+        gate_up, _ = site.form.weights(site.module)
+        x_PD = x[pairs.token] if x.ndim == 2 else x.flatten(0, 1)[pairs.order]
+        rows = grouped_linear(x_PD.to(gate_up.dtype), gate_up, pairs.ends)
         gate, up = torch.empty_like(rows).index_copy_(0, pairs.order, rows).unflatten(0, expert.shape).chunk(2, dim=-1)
         return cls(site.activation(gate) * up, gate, expert)
 
@@ -123,7 +125,7 @@ class NegativeExperts:
         """Count the tokens in that `valid` (T,) has."""
         if self.relu:
             return
-        down_EDF = getattr(self._site.module, self._site.form.down).detach()
+        down_EDF = self._site.form.weights(self._site.module)[1].detach()
         wide = torch.promote_types(down_EDF.dtype, torch.float32)
         norms_EF = torch.linalg.vector_norm(down_EDF, dim=1, dtype=wide)
         energy_TKF = (routed.h * norms_EF[routed.expert]).square() * valid[:, None, None]

@@ -47,7 +47,10 @@ def blocks_on_kernels(model: PreTrainedModel, ids: torch.Tensor) -> int:
     ways = []
 
     def note(ffn: SparseBlock, args: tuple) -> None:
-        ways.append(ffn.takes_kernels(*args[:2]) if isinstance(ffn, SparseExperts) else takes_kernels(ffn, args[0]))
+        if isinstance(ffn, SparseExperts):
+            ways.append(ffn.takes_kernels(*ffn.twell.form.routing(ffn, *args)[:2]))
+        else:
+            ways.append(takes_kernels(ffn, args[0]))
 
     hooks = [block.register_forward_pre_hook(note) for block in sparse_ffns(model)]
     try:

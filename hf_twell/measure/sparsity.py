@@ -123,7 +123,7 @@ def watching(
         return lambda _, args: see(index, args[0])
 
     def experts_hook(index: int, site: ExpertsSite) -> Callable:
-        return lambda _, args: see(index, RoutedH.of(site, *args[:2]))
+        return lambda _, args: see(index, RoutedH.of(site, *args))
 
     handles = []
     try:

@@ -1,7 +1,8 @@
 """Routed experts: feed-forward blocks of which each token goes through a few, in plain PyTorch.
 
-Shapes: x (T, D); index, weight (T, K): the experts of each token, and what each counts in the sum; w_gate_up
-(E, 2F, D), gate's rows first; w_down (E, D, F). A pair is a token and one of its experts; there are P = T K of them.
+Shapes: x (T, D), in `routed` and `by_expert` also (T, K, D), where each pair has its own; index, weight (T, K): the
+experts of each token, and what each counts in the sum; w_gate_up (E, 2F, D), gate's rows first; w_down (E, D, F). A
+pair is a token and one of its experts; there are P = T K of them.
 """
 
 from typing import NamedTuple, Self
@@ -87,7 +88,8 @@ def routed(
     pairs = Pairs.of(index, len(w_down))
     of_pairs = None if token_weight is None else token_weight[pairs.token]
     # A permutation, and not x[token]: so each gradient is added once, in any order, and then over a token's K pairs.
-    x_PD = x.unsqueeze(1).expand(-1, index.shape[1], -1).flatten(0, 1).index_select(0, pairs.order)
+    x_TKD = x if x.ndim == 3 else x.unsqueeze(1).expand(-1, index.shape[1], -1)
+    x_PD = x_TKD.flatten(0, 1).index_select(0, pairs.order)
     gate, up = grouped_linear(x_PD, w_gate_up, pairs.ends).chunk(2, dim=-1)
     active = torch.relu(gate) if activation is None else activation(gate)
     if count_scale is not None:
@@ -122,6 +124,10 @@ def by_expert(
     copied in each call. All else is one call for each expert that has tokens. How many each has must come to the host:
     on a GPU that waits for it, so there it serves exactness alone.
     """
+    if x.ndim == 3:
+        of_pairs = x.flatten(0, 1), index.view(-1, 1), weight.view(-1, 1)
+        y = by_expert(*of_pairs, w_gate_up, w_down, backend=backend, way=way)
+        return y.unflatten(0, index.shape).sum(1)
     key = key_of(x, w_gate_up[0, : w_down.shape[2]], w_down[0], asked=True)
     at_once = way == "kernels" and takes_experts(key, index.numel(), len(w_down))
     if at_once and api.resolve(backend, x.device.type) == "cuda":

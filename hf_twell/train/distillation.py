@@ -10,7 +10,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from transformers import Trainer
 
-from hf_twell.blocks.architectures import dense_ffns
+from hf_twell.blocks.architectures import decoder_of, dense_ffns
 from hf_twell.blocks.batches import token_weight
 from hf_twell.ops.reference import new_tally
 from hf_twell.train.divergence import InjectKl, KlAlone, divergence_of
@@ -85,7 +85,7 @@ class Distillation:
         """
         args, plugin = trainer.args, trainer.accelerator.state.dynamo_plugin
         if args.torch_compile:
-            decoder = self.parent.get_decoder()
+            decoder = decoder_of(self.parent)
             layers = getattr(decoder, "layers", [decoder])  # some families name them otherwise
             for part in layers if plugin.use_regional_compilation else [decoder]:
                 part.compile(backend=args.torch_compile_backend)
@@ -138,7 +138,7 @@ class Distillation:
         self._outputs = outputs
         try:
             with torch.no_grad():
-                hidden = self.parent.get_decoder()(**reads, use_cache=False).last_hidden_state
+                hidden = decoder_of(self.parent)(**reads, use_cache=False).last_hidden_state
         finally:
             self._outputs = None
         weight = torch.ones(hidden.shape[:2], device=hidden.device) if weight is None else weight.to(hidden.device)

@@ -5,9 +5,10 @@ import pickle
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Llama4ForCausalLM, Llama4TextConfig
 
 from hf_twell import measure_sparsity, sparsify, unpatch
+from hf_twell.blocks.architectures import ExpertsSite, find_ffns
 from hf_twell.measure.inference import blocks_on_kernels
 from hf_twell.ops import api, experts
 from tests.conftest import ids, logits
@@ -59,8 +60,9 @@ def test_exact(dtype, sizes, tokens, kind, shift):
 def sparse_mixture(name="olmoe"):
     """With few active neurons: gates that most tokens do not pass."""
     model = mixture(name)
-    for block in model.model.layers:
-        block.mlp.experts.gate_up_proj.data[:, 2:40] = 0.0
+    for site in find_ffns(model):
+        if isinstance(site, ExpertsSite):
+            site.form.weights(site.module)[0].data[:, 2:40] = 0.0
     return model
 
 
@@ -85,14 +87,51 @@ def test_a_sparse_model_goes_by_kernels_and_a_denser_one_does_not():
         assert blocks_on_kernels(dense, ids()) == 0
 
 
-def test_saves_what_lies_by_columns(tmp_path):
-    model, twin = sparsify(sparse_mixture(), backend="cpu"), by_hand(sparse_mixture())
-    logits(model)
-    assert not model.model.layers[0].mlp.experts.down_proj.is_contiguous()
+@pytest.mark.parametrize(
+    ("name", "weight"), [("olmoe", "0.mlp.experts.down_proj"), ("llama4_text", "1.feed_forward.experts.gate_up_proj")]
+)
+def test_saves_what_lies_by_columns(name, weight, tmp_path):
+    model, twin = sparsify(sparse_mixture(name), backend="cpu"), by_hand(sparse_mixture(name))
+    torch.testing.assert_close(logits(model), logits(twin))
+    weight = model.model.layers.get_parameter(weight)
+    assert weight.stride()[-2:] == (1, 32)
     model.save_pretrained(tmp_path)
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(twin))
     model.train()
-    assert model.model.layers[0].mlp.experts.down_proj.is_contiguous()
+    assert weight.is_contiguous()
+
+
+@pytest.mark.parametrize("per_token", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shift", [-2.0, 0.0, 100.0])
+@torch.no_grad()
+def test_llama_4s_mixture_is_exact(per_token, dtype, shift):
+    """A layer's whole mixture, beside its own class in the same type and in float64."""
+    torch.manual_seed(0)
+    config = Llama4TextConfig(
+        hidden_size=64, intermediate_size=96, num_local_experts=6, num_experts_per_tok=per_token,
+        num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, vocab_size=96, head_dim=16,
+    )  # fmt: skip
+    model = Llama4ForCausalLM(config).eval()
+    mixture = model.model.layers[0].feed_forward
+    for weight in mixture.parameters():
+        weight.normal_(std=0.1)
+    mixture.shared_expert.down_proj.weight.zero_()  # so that the routed experts' errors are all there are
+    mixture.experts.gate_up_proj[:, 0, :96] = shift
+    x = torch.randn(2, 9, 64).index_fill(2, torch.tensor(0), 1.0)
+    model, x = model.to(dtype), x.to(dtype)
+    plain = by_hand(model).model.layers[0].feed_forward
+    truth = copy.deepcopy(plain).double()
+    sparsify(model, backend="cpu")
+    for tokens in (x, x, x[:1, :2]):
+        # The router's choice and scores are those of the type, and not in question.
+        scores, _ = plain.router(tokens.flatten(0, 1))
+        truth.router.forward = lambda _, scores=scores: (scores.double(), None)
+        (y, _), (eager, _), (wanted, _) = mixture(tokens), plain(tokens), truth(tokens.double())
+        assert mixture.experts.gate_up_proj.stride()[1:] == (1, 64)
+        assert (y.dtype, y.shape) == (dtype, eager.shape)
+        bound = 2**-7 if dtype == torch.bfloat16 else 1e-6
+        assert (y - wanted).norm() <= max(2 * (eager - wanted).norm(), bound * wanted.norm())
 
 
 def test_hooks_and_compiled_graphs_take_the_stock_way():
@@ -113,7 +152,8 @@ def test_hooks_and_compiled_graphs_take_the_stock_way():
         )
 
 
-def test_generates_as_the_stock_model_does():
-    model, twin = sparsify(sparse_mixture("qwen2_moe")), by_hand(sparse_mixture("qwen2_moe"))
+@pytest.mark.parametrize("name", ["qwen2_moe", "llama4_text"])
+def test_generates_as_the_stock_model_does(name):
+    model, twin = sparsify(sparse_mixture(name)), by_hand(sparse_mixture(name))
     options = {"max_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(ids())}
     assert torch.equal(model.generate(ids(), **options), twin.generate(ids(), **options))

@@ -32,9 +32,8 @@ def test_saves_loads_and_goes_back(name, tmp_path):
     assert {key: torch.equal(w, state[key]) for key, w in model.state_dict().items()} == dict.fromkeys(state, True)
     assert torch.equal(logits(model), logits(twin))
     blocks = sparse_ffns(model)
-    assert sum(isinstance(block, SparseExperts) for block in blocks) == (
-        1 if name == "qwen3_moe" else len(model.model.layers)
-    )
+    mixtures = [name for name, _ in model.named_modules() if name.endswith(".experts")]
+    assert [block.twell.name for block in blocks if isinstance(block, SparseExperts)] == mixtures
     for again in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
         assert [type(block) for block in sparse_ffns(again)] == [type(block) for block in blocks]
         assert torch.equal(logits(again), logits(twin))
@@ -56,7 +55,7 @@ def test_saves_loads_and_goes_back(name, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_next"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_next", "llama4_text"])
 def test_plain_transformers_loads_it(name, tmp_path):
     """In a process of its own, without this package: with remote code, and not without, where it would compute SiLU."""
     model = mixture(name)
@@ -80,6 +79,28 @@ with torch.no_grad():
     torch.testing.assert_close(model(input_ids=ids).logits, torch.load("truth.pt"))
 """
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
+
+
+def test_a_llama_4_that_sees(tmp_path):
+    """Its text model is a causal language model, which `AutoModelForCausalLM` takes out of the whole."""
+    patches = {"image_size": 16, "patch_size": 4, "projector_input_dim": 16, "projector_output_dim": 16}
+    vision = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "vision_output_dim": 16}
+    vision |= {"intermediate_size": 64, **patches}
+    torch.manual_seed(0)
+    config = tf.Llama4Config(text_config=MIXTURES["llama4_text"][1](), vision_config=vision, image_token_index=95)
+    model = tf.Llama4ForConditionalGeneration(config).eval()
+    inputs = {"input_ids": ids().clamp(max=94), "pixel_values": torch.randn(1, 3, 16, 16)}
+    inputs["input_ids"][0, 2:6] = 95
+    twin = by_hand(model)
+    with torch.no_grad():
+        wanted = twin(**inputs).logits
+        assert torch.equal(sparsify(model, backend="reference")(**inputs).logits, wanted)
+        assert len(sparse_ffns(model)) == 6
+        model.save_pretrained(tmp_path)
+        assert torch.equal(tf.AutoModelForImageTextToText.from_pretrained(tmp_path)(**inputs).logits, wanted)
+        text = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(text).__name__ == "TwellLlama4ForCausalLM"
+    assert torch.equal(logits(text), logits(twin.language_model))
 
 
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])

@@ -257,6 +257,20 @@ def test_blocks_take_them_where_they_are_asked_for(tokens):
 
 
 @torch.no_grad()
+def test_deterministic_blocks_do_not_go_by_when_a_sample_arrives():
+    block, stock = block_of("auto"), block_of("")
+    x, share = inputs_of(64, 4, 256, torch.bfloat16)
+    index = routing("spread", 64, 32, 4)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        for _ in range(3):
+            assert torch.equal(block(x, index, share), stock(x, index, share))
+            torch.cuda.synchronize()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize(("most", "taken"), [(0.3, True), (0.02, False)])
 def test_blocks_go_by_what_they_have_sampled(monkeypatch, most, taken):
     monkeypatch.setitem(limits.read(), "kCudaExpertLimits", ((math.inf, most),))

@@ -82,6 +82,23 @@ def test_measured_as_by_hand():
     assert measure_sparsity(unpatch(model), [batch()]) == report, "of a stock model with ReLU as well"
 
 
+def test_llama_4_by_what_its_own_activation_computes():
+    """It has all tokens for each expert, and zeros where a token does not come to one."""
+    model, seen = mixture("llama4_text"), []
+    twin, mask = by_hand(model), batch()["attention_mask"].bool()
+    twin.model.layers[1].feed_forward.experts.act_fn.register_forward_hook(lambda _, __, y: seen.append(y))
+    with torch.no_grad():
+        twin(**batch())
+    active = seen[0][:, mask.flatten()] > 0
+    layer = measure_sparsity(sparsify(model), [batch()])["layers"][1]
+    assert (layer["name"], layer["intermediate_size"]) == ("model.layers.1.feed_forward.experts", PER_TOKEN * WIDTH)
+    assert layer["l0"] == pytest.approx(active.sum().item() / 160)
+    assert layer["expert_tokens"] == active.any(-1).sum(1).tolist()
+    came = [count > 0 for count in layer["expert_tokens"]]
+    dead = (~active.any(1)).float().mean(-1).tolist()
+    assert layer["expert_dead"] == pytest.approx([d if c else None for d, c in zip(dead, came, strict=True)])
+
+
 def test_an_expert_that_few_tokens_reach_is_hardly_dead():
     """And one that none reaches not at all."""
     model = sparsify(mixture())

@@ -28,14 +28,13 @@ def terms_of(site, term: str, mask: torch.Tensor):
     """A hook that computes one block's term from what it is called with, token by token and expert by expert."""
 
     def experts_hook(module, args):
-        x, index, _ = args
         total, of_runs = 0.0, {}
-        for token, (x_D, own) in enumerate(zip(x, index.tolist(), strict=True)):
+        for token, own in enumerate(inputs_of(module, args)):
             row, place = divmod(token, mask.shape[1])
             if not mask[row, place]:
                 continue
-            for expert in own:
-                gate, up = F.linear(x_D, module.gate_up_proj[expert]).chunk(2)
+            for expert, x_D, w in own:
+                gate, up = F.linear(x_D, w).chunk(2)
                 active = gate.relu()
                 total = total + ((active * up).abs().sum() if term == "l1" else smooth(active).sum())
                 of_runs.setdefault((row, place // SHARE), {}).setdefault(expert, []).append(active)
@@ -58,6 +57,17 @@ def terms_of(site, term: str, mask: torch.Tensor):
         site.terms.append(total / mask.sum())
 
     return experts_hook if hasattr(site.module, "gate_up_proj") else dense_hook
+
+
+def inputs_of(module, args) -> list[list[tuple]]:
+    """Of each token its experts, what each gets of it, and that expert's gate and up."""
+    if len(args) == 3:
+        x, index, _ = args
+        return [[(e, x_D, module.gate_up_proj[e]) for e in own] for x_D, own in zip(x, index.tolist(), strict=True)]
+    by_expert = args[0].unflatten(0, (module.num_experts, -1))  # Llama 4's: all tokens, times their scores
+    return [
+        [(e, x_D, module.gate_up_proj[e].T) for e, x_D in enumerate(x_ED) if x_D.any()] for x_ED in by_expert.unbind(1)
+    ]
 
 
 class Block:
@@ -96,7 +106,7 @@ def assert_same(gradient, wanted):
     assert (gradient - wanted).norm() <= 1e-5 * wanted.norm()
 
 
-@pytest.mark.parametrize("name", ["olmoe", "qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["olmoe", "qwen2_moe", "qwen3_moe", "llama4_text"])
 @pytest.mark.parametrize("term", ["l1", "count"])
 def test_the_trainers_step_is_the_definitions(name, term):
     for accumulation in (1, 4):
@@ -105,9 +115,10 @@ def test_the_trainers_step_is_the_definitions(name, term):
     report = measure_sparsity(sparsify(mixture(name)), [pad(rows())])
     for key in ("l0", "density", "l1", "dead"):
         assert logs[f"twell/{key}"] == pytest.approx(report[key], rel=1e-5), key
-    parts = {"olmoe": ["", ""], "qwen2_moe": ["_experts", "_shared_expert"] * 2, "qwen3_moe": ["", ""]}[name]
-    layers = [0, 0, 1, 1] if name == "qwen2_moe" else [0, 1]
-    for layer, part, figures in zip(layers, parts, report["layers"], strict=True):
+    mixed = ["_experts", "_shared_expert"]
+    parts = {"qwen2_moe": [mixed] * 2, "llama4_text": [["_feed_forward"], mixed] * 2}.get(name, [[""], [""]])
+    parts = [(layer, part) for layer, of_layer in enumerate(parts) for part in of_layer]
+    for (layer, part), figures in zip(parts, report["layers"], strict=True):
         assert logs[f"twell/layer_{layer:02d}{part}/dead"] == pytest.approx(figures["dead"], rel=1e-5)
         assert logs[f"twell/layer_{layer:02d}{part}/l0"] == pytest.approx(figures["l0"], rel=1e-5)
 
@@ -121,11 +132,12 @@ def test_checkpointing_counts_once(reentrant):
 
 
 @pytest.mark.slow
-def test_a_compiled_model_learns_the_same():
+@pytest.mark.parametrize("name", ["olmoe", "llama4_text"])
+def test_a_compiled_model_learns_the_same(name):
     """In one graph, where bfloat16 goes by the grouped matmul."""
     results = []
     for compiled in (False, True):
-        model = sparsify(mixture()).train()
+        model = sparsify(mixture(name)).train()
         forward = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
         penalty = L1Penalty(model, WEIGHT)
         for batch in penalty.micro_batches([pad(rows())]):
@@ -187,7 +199,7 @@ def test_no_tokens(width):
         assert not leaf.grad.any()
 
 
-@pytest.mark.parametrize("name", ["olmoe", "qwen2_moe"])
+@pytest.mark.parametrize("name", ["olmoe", "qwen2_moe", "llama4_text"])
 def test_a_count_that_neighbours_share(name):
     """Gradient, and the reported union: the mean over tokens of that of a token's run."""
     for accumulation in (1, 4):
@@ -202,12 +214,14 @@ def union_by_hand(name: str) -> float:
 
     def hook(module, args):
         total, active, own = 0.0, {}, {}
-        for token, x_D in enumerate(args[0].reshape(-1, args[0].shape[-1])):
+        if hasattr(module, "gate_proj"):
+            inputs = [[(None, x_D, module.gate_proj.weight)] for x_D in args[0].reshape(-1, args[0].shape[-1])]
+        else:
+            inputs = [[(e, x_D, w.chunk(2)[0]) for e, x_D, w in each] for each in inputs_of(module, args)]
+        for token, each in enumerate(inputs):
             at = divmod(token, mask.shape[1])
-            own[at] = args[1][token].tolist() if len(args) > 1 else [None]
-            for expert in own[at]:
-                w = module.gate_proj.weight if expert is None else module.gate_up_proj[expert].chunk(2)[0]
-                active[at, expert] = F.linear(x_D, w) > 0
+            own[at] = [expert for expert, _, _ in each]
+            active |= {(at, expert): F.linear(x_D, w) > 0 for expert, x_D, w in each}
         for row, length in enumerate(LENGTHS):
             for run in torch.arange(length).split(SHARE):
                 of = {}
