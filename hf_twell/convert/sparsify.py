@@ -32,8 +32,8 @@ def sparsify(model: nn.Module, *, backend: str = "auto", layers: Iterable[int] |
 
     Config and live modules both change, in place; parameters, their names and the model's class stay, so the model
     saves as its stock architecture with `hidden_act: "relu"`. Of a mixture of experts each expert is such a block; its
-    router stays as it is. Where that entry means other layers too (Qwen3.5), and of mixtures, whose experts engines would
-    compute with SiLU, model and config take classes of our own, `TwellQwen3_5ForCausalLM` say, which save as a
+    router stays as it is. Where that entry means other layers too (Qwen3.5), and of mixtures, whose experts engines
+    would compute with SiLU, model and config take classes of our own, `TwellQwen3_5ForCausalLM` say, which save as a
     `model_type` of our own. Calling again changes nothing but `backend` and `layers`.
 
     Args:
