@@ -198,6 +198,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--sequences", type=int, default=640, help="written at the same time (default: 640)")
     parser.add_argument("--eager", action="store_true", help="compile nothing: starts sooner, writes slower")
     args = parser.parse_args(argv)
+    own, chats = (args.output / f"{name}-{args.seed}.jsonl" for name in ("own", "chats"))
+    if own.exists() or chats.exists():
+        parser.error(f"{args.output} holds what --seed {args.seed} wrote; give another seed, or another --output")
     chance = random.Random(args.seed)
     functions = [each for source in read_documents(args.code) for each in questions_about(source, chance)]
     if not functions:
@@ -206,7 +209,6 @@ def main(argv: list[str] | None = None) -> None:
     options = {"seed": args.seed, "max_num_seqs": args.sequences, "enforce_eager": args.eager}
     writer = Writer(args.model, load_tokenizer(args.model), **options)
     args.output.mkdir(parents=True, exist_ok=True)
-    own, chats = (args.output / f"{name}-{args.seed}.jsonl" for name in ("own", "chats"))
     save(rows(writer, functions, left_out, args.at_once, chance), args.tokens, own, chats)
     print(f"{own} and {chats}: {args.tokens / 1e6:.1f}M tokens")
 
