@@ -135,11 +135,15 @@ def union_of(layer: dict) -> dict[str, float]:
     return {run: round(found["neurons"] / layer["intermediate_size"], 4) for run, found in layer["distinct"].items()}
 
 
-def scores(model: str | Path, tasks: list[str], **options) -> dict:
-    """Losses in nats per token and tasks' accuracies, with `hf_twell.evaluate`'s options."""
+def scores(model: str | Path, tasks: list[str], texts_to: Path | None = None, **options) -> dict:
+    """Losses in nats per token and tasks' accuracies, with `hf_twell.evaluate`'s options. What the model wrote goes
+    to the file `texts_to`."""
     dtype = torch.bfloat16 if torch.cuda.is_available() else None
     loaded, tokenizer = load_model(model, dtype=dtype)
-    found = hf_twell.evaluate(loaded, tokenizer, tasks, **options)
+    found = hf_twell.evaluate(loaded, tokenizer, tasks, log_samples=texts_to is not None, **options)
+    if texts_to is not None:
+        texts_to.parent.mkdir(exist_ok=True)
+        texts_to.write_text(json.dumps({name: task["samples"] for name, task in found["tasks"].items()}))
     return {
         "losses": {Path(path).stem: text["nats_per_token"] for path, text in found["text"].items()},
         "heldout_tokens": {Path(path).stem: text["tokens"] for path, text in found["text"].items()},
@@ -176,7 +180,9 @@ def make(name: str, study: dict, folder: Path, args) -> None:
         add(limit=args.limit, **scores(model, study["tasks"], **options, **options_of_text))
     wanted = study.get("written_tasks")
     if wanted and args.run_code and "written" not in known:
-        written = scores(model, wanted, chat_template=True, run_code=True, batch_size=args.batch_written, **options)
+        texts_to = output / "written" / f"{name}.json"
+        options |= {"chat_template": True, "run_code": True, "batch_size": args.batch_written}
+        written = scores(model, wanted, texts_to, **options)
         add(written=written["tasks"])
 
 
