@@ -37,6 +37,7 @@ TRIALS, SNIPPET, DEMO = (
 QUANTIZED = "model_cards/smollm2/quantized.jsonl"
 QWEN = "model_cards/qwen2.5-coder-0.5b/rows.jsonl"
 QWEN_OWN_TEXT = "model_cards/qwen2.5-coder-0.5b/rows_own_text.jsonl"
+QWEN_CPU = "model_cards/qwen2.5-coder-0.5b/speed_cpu.jsonl"
 QWEN_SPEED = "model_cards/qwen2.5-coder-0.5b/speed.jsonl"
 
 SAME_WEIGHTS = ("torchao", "torchao_compiled", "scaled_mm")
@@ -492,6 +493,9 @@ def readme() -> Entries:
     half, twentieth = (block(CPU, 1, l0, dtype="bfloat16") for l0 in (2816, 300))
     text = "any: {:.2f} at {:.0f} %, {:.2f} at {:.1f} % |"
     yield text, *(value for one in (half, twentieth) for value in (speedup(one), density(one)))
+    four_bits = statistics.mean(each["tokens_per_s"] for each in rows(QWEN_CPU, bench="llama-bench", prompt_tokens=0))
+    sparse = row(QWEN_CPU, bench="generate", dtype="bfloat16")["sparse_tokens_per_s"]
+    yield "llama.cpp in 4 bits: {:.1f} times as fast on Qwen-Coder", four_bits / sparse
     text = "82M parameters: a loss {:.1f} to {:.1f} % below dense, at {:.1f} % |"
     yield text, *from_scratch(), study_density(("from scratch", 0.01))
     snippet = row(SNIPPET)
