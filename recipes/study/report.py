@@ -2,10 +2,11 @@
 
     python recipes/study/report.py out/qwen2.5-coder/rows.jsonl
 
-*Excess* is the mean over the texts of loss / (lowest loss of the parent and the controls) - 1. *Kept* is a model's
-accuracy above chance (mean of the tasks) over that of the parent or the best control. A control is a run with
-relu=false that read the recipe's texts. Density and union (the share of neurons that at least one of 64 neighbouring
-tokens activates) are of the held-out texts, and means over layers. Each task's column names its metric.
+*Excess* is the mean over the texts of loss / (lowest loss of the parent and the controls) - 1. A text that has not as
+many tokens as theirs is another one: it is left out. *Kept* is a model's accuracy above chance (mean of the tasks) over
+that of the parent or the best control. A control is a run with relu=false that read the recipe's texts. Density and
+union (the share of neurons that at least one of 64 neighbouring tokens activates) are of the held-out texts, and means
+over layers. Each task's column names its metric.
 """
 
 import statistics
@@ -42,9 +43,15 @@ def bases(rows: list[dict]) -> list[dict]:
     return [row for row in rows if row["changes"] is None or is_control(row)]
 
 
+def texts_alike(row: dict, rows: list[dict]) -> list[str]:
+    """The texts that have as many tokens as the parent's and the controls': others of that name are other text."""
+    tokens = bases(rows)[0].get("heldout_tokens", {})
+    return [text for text in row["losses"] if row.get("heldout_tokens", {}).get(text) == tokens.get(text)]
+
+
 def excess(row: dict, rows: list[dict]) -> float:
     lowest = {text: min(base["losses"][text] for base in bases(rows)) for text in row["losses"]}
-    return statistics.mean(loss / lowest[text] - 1 for text, loss in row["losses"].items())
+    return statistics.mean(row["losses"][text] / lowest[text] - 1 for text in texts_alike(row, rows))
 
 
 def kept(row: dict, rows: list[dict]) -> float:
@@ -60,6 +67,7 @@ def table(rows: list[dict]) -> str:
     lines = []
     for row in rows:
         trained, written = row.get("training", {}), row.get("written", {})
+        alike = texts_alike(row, rows)
         sparse = bool(trained) and "relu=false" not in row["changes"]
         lines.append(
             [
@@ -68,8 +76,8 @@ def table(rows: list[dict]) -> str:
                 f"{trained['learning_rate']:g}" if trained else None,
                 percent(trained["density"]) if sparse else None,
                 percent(trained["union"]["64"]) if sparse else None,
-                *(f"{loss:.3f}" for loss in row["losses"].values()),
-                f"{100 * excess(row, rows):+.1f} %",
+                *(f"{row['losses'][text]:.3f}" if text in alike else None for text in texts),
+                f"{100 * excess(row, rows):+.1f} %" if alike else None,
                 *(f"{100 * accuracy(row, task):.1f}" for task in METRICS),
                 f"{100 * kept(row, rows):.0f} %",
                 *(

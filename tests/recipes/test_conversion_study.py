@@ -96,6 +96,7 @@ def test_the_table_compares_with_the_better_of_parent_and_control(tmp_path, caps
         row("dense", 1.6, 0.5, ["relu=false"], training=trained),
         row("books", 1.0, 0.9, ["relu=false", "train=[books.txt]"], training=trained),
         row("five", 1.8, 0.4, ["target_density=0.05"], training=trained, limit=1000),
+        row("other code", 1.2, 0.4, ["target_density=0.05"], training=trained, heldout_tokens={"code": 9}),
         {"run": "killed", "changes": [], "training": trained},
     ]
     path = tmp_path / "rows.jsonl"
@@ -104,7 +105,9 @@ def test_the_table_compares_with_the_better_of_parent_and_control(tmp_path, caps
     report.main()
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.strip().splitlines()]
     table = {line[0]: dict(zip(lines[0], line, strict=True)) for line in lines[2:]}
-    assert list(table) == ["parent", "dense", "books", "five (first 1,000 rows)"]
+    assert list(table) == ["parent", "dense", "books", "five (first 1,000 rows)", "other code"]
+    other = table["other code"]
+    assert (other["loss: code"], other["loss: books"], other["excess"]) == ("", "2.400", "-25.0 %")  # 2.4 over 3.2
     five = table["five (first 1,000 rows)"]
     assert five["excess"] == "+12.5 %"  # 1.8 over the control's 1.6
     assert five["kept"] == "52 %"  # 0.4 - 0.1875 over the parent's 0.6 - 0.1875
