@@ -44,14 +44,16 @@ def bases(rows: list[dict]) -> list[dict]:
 
 
 def texts_alike(row: dict, rows: list[dict]) -> list[str]:
-    """The texts that have as many tokens as the parent's and the controls': others of that name are other text."""
+    """The texts that have as many tokens as those of the first base: others of that name are other text."""
     tokens = bases(rows)[0].get("heldout_tokens", {})
     return [text for text in row["losses"] if row.get("heldout_tokens", {}).get(text) == tokens.get(text)]
 
 
 def excess(row: dict, rows: list[dict]) -> float:
-    lowest = {text: min(base["losses"][text] for base in bases(rows)) for text in row["losses"]}
-    return statistics.mean(row["losses"][text] / lowest[text] - 1 for text in texts_alike(row, rows))
+    def lowest(text: str) -> float:
+        return min(base["losses"][text] for base in bases(rows) if text in texts_alike(base, rows))
+
+    return statistics.mean(row["losses"][text] / lowest(text) - 1 for text in texts_alike(row, rows))
 
 
 def kept(row: dict, rows: list[dict]) -> float:
