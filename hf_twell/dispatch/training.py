@@ -140,9 +140,10 @@ def _choose_together(blocks, tokens, sample):
     seen = [(block.choice, densities[block.layer], block.width) for block in blocks]
     # Sizes make no difference in training on a GPU, nor does the type.
     key = CallKey("cuda", HOPPER, torch.bfloat16, torch.bfloat16, tokens, 0, 0, training=True)
-    most = max_density(key, on_kernels=all(choice.sparse for choice, _, _ in seen))
-    counted = limit("kCudaTrainingCounts") * most
-    sparse = sum(min(density, counted) for _, density, _ in seen) / len(seen) < most
+    on_kernels = all(choice.sparse for choice, _, _ in seen)
+    counted = limit("kCudaTrainingCounts") * max_density(key, on_kernels)
+    mean = sum(min(density, counted) for _, density, _ in seen) / len(seen)
+    sparse = faster(key, Activity(mean, on_kernels))
     room = limit("kCudaCapacityTight")
     fit = all((choice.capacity or 0) >= room * density * width for choice, density, width in seen)
     for choice, density, width in seen:

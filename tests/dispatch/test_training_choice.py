@@ -363,6 +363,11 @@ def test_a_few_dense_layers_do_not_keep_a_compiled_model_from_the_kernels():
     assert Together(3).steps(0.001, 0.9, 0.9) == (False,) * 3
 
 
+def test_compiled_blocks_at_the_limit_go_to_the_kernels_as_others_do(monkeypatch):
+    monkeypatch.setitem(limits.read(), "kCudaTrainingLimits", ((math.inf, 2**-5),))
+    assert Together().steps(2**-5, 2**-5) == (True, True)
+
+
 def test_the_step_after_decides_in_every_mode(monkeypatch):
     monkeypatch.setattr(Sample, "arrived", lambda sample: pytest.fail("depends on time"))
     run = Together()
