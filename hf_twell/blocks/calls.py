@@ -29,6 +29,7 @@ from hf_twell.dispatch.choose import (
     training_problem,
 )
 from hf_twell.dispatch.key import EIGHT_BIT, HOPPER, CallKey, key_of
+from hf_twell.dispatch.training import sampled_on_cpu
 from hf_twell.ops import api
 
 if TYPE_CHECKING:  # it imports this
@@ -217,19 +218,14 @@ def _linears(form: FfnForm, width: int, hidden: int) -> tuple[tuple[str | None, 
 
 
 def settle(ffn: "SparseFfn", x: torch.Tensor, operands: Operands, reports: bool) -> tuple[CallKey, Way | None]:
-    """Bring down_proj's memory into the order that a call wants, and choose its way. None: the operator samples each
-    call that trains on a CPU, and says where no kernels train. `reports`: backward is to count what is active, though
-    nothing else be learned."""
+    """Bring down_proj's memory into the order that a call wants, and choose its way. None: no kernels train, as the
+    operator says. `reports`: backward is to count what is active, though nothing else be learned."""
     key = _key(ffn, x, operands, reports)
-    no_choice = key.training and (key.device == "cpu" or training_problem(key) is not None)
-    activity = UNKNOWN if no_choice else _activity(ffn, x, operands, key)
+    way = choose(key, _activity(ffn, x, operands, key)) if training_problem(key) is None else None
     state = ffn.twell_state
     if not key.compiled:
         settle_down(ffn, operands.w_down, x, state.recent.density)
-    if no_choice:
-        return key, None
-    way = choose(key, activity)
-    if key.training and key.device == "cuda" and not key.compiled:
+    if way and key.training and key.device == "cuda" and not key.compiled:
         state.on_kernels = way == "kernels"
     return key, way
 
@@ -301,7 +297,8 @@ def _activity(ffn: "SparseFfn", x: torch.Tensor, operands: Operands, key: CallKe
     recent, on_gpu = ffn.twell_state.recent, key.device == "cuda"
     weight, bias, scale = first_of(operands)
     if key.training:
-        return ffn.twell_state.step_choice.activity(key, x, weight, bias) if on_gpu else UNKNOWN
+        sampled = ffn.twell_state.step_choice.activity if on_gpu else sampled_on_cpu
+        return sampled(key, x, weight, bias)
     if torch.is_grad_enabled():
         return UNKNOWN
     if key.compiled:  # on a CPU the operator itself follows the density
@@ -311,10 +308,8 @@ def _activity(ffn: "SparseFfn", x: torch.Tensor, operands: Operands, key: CallKe
         # One answer: a graph would be guarded by all of a dictionary that an Activity holds.
         return UNKNOWN if choices is None else Activity(chosen=choice_for(choices, key.tokens))
     calls = sample_weight(key)
-    if calls == 0:
-        return UNKNOWN
     # What has arrived from a GPU depends on timing, and the ways round differently.
-    if on_gpu and torch.are_deterministic_algorithms_enabled():
+    if calls == 0 or (on_gpu and torch.are_deterministic_algorithms_enabled()):
         return UNKNOWN
     if look:
         recent.look(x, weight, bias, scale, calls, partial(goes_by_union, key))

@@ -1,6 +1,6 @@
-"""How blocks on a GPU train: by plain matmuls or by kernels, which changes only between optimizer steps.
+"""How blocks train: by plain matmuls or by kernels, which on a GPU changes only between optimizer steps.
 
-An eager block samples its density as in evaluation. The blocks of a compiled model cannot sample: all of them together
+There an eager block samples its density as in evaluation. The blocks of a compiled model cannot sample: all of them together
 follow what the L1 term counts.
 """
 
@@ -9,11 +9,22 @@ from typing import NamedTuple
 
 import torch
 
-from hf_twell.dispatch.activity import Activity, Sample, active_share, shares_of_runs
+from hf_twell.dispatch.activity import UNKNOWN, Activity, Sample, active_share, shares_of_runs
 from hf_twell.dispatch.choose import columns_pay, faster, max_density
 from hf_twell.dispatch.constant import assume_constant_result
 from hf_twell.dispatch.key import HOPPER, CallKey
 from hf_twell.dispatch.limits import limit
+
+
+def sampled_on_cpu(key: CallKey, x: torch.Tensor, w_gate: torch.Tensor, b_gate: torch.Tensor | None) -> Activity:
+    """What `choose` goes by in an eager call that trains on a CPU, each of which is sampled; else nothing.
+
+    Kernels' forward would follow the density itself, but its backward computes again what plain matmuls keep. Equal
+    inputs get equal answers: a checkpoint's forward without gradients goes as its recomputation.
+    """
+    if key.device != "cpu" or key.asked or key.compiled or x.numel() == 0:
+        return UNKNOWN
+    return Activity(active_share(x, w_gate, b_gate).item())
 
 
 class TrainingChoice:

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from hf_twell.dispatch.activity import UNKNOWN, Activity, active_share
+from hf_twell.dispatch.activity import UNKNOWN
 from hf_twell.dispatch.choose import Way, choose, max_density_of_size, problem, training_problem
 from hf_twell.dispatch.constant import assume_constant_result
 from hf_twell.dispatch.key import EIGHT_BIT, CallKey, dtype_of, key_of
-from hf_twell.dispatch.training import saved_capacity
+from hf_twell.dispatch.training import sampled_on_cpu, saved_capacity
 from hf_twell.ops import build, reference
 from hf_twell.ops.checks import check_quantize_x, check_scales_of_terms, check_tensors
 
@@ -114,15 +114,10 @@ def ffn(
         inputs = tuple(t if t is None or t.dtype in EIGHT_BIT else t.to(dtype) for t in inputs)
     x, w_up, w_down, w_gate, b_up, b_down, b_gate = inputs
     # A caller in eager evaluation has given the way by a density that it has looked at; else the operator does so.
-    looked = way is not None and not (key.compiled or torch.is_grad_enabled())
+    looked = way is not None and not (key.compiled or key.training or torch.is_grad_enabled())
     if way is None:
-        activity = UNKNOWN
-        if key.training and key.device == "cpu" and not (key.asked or key.compiled or x.numel() == 0):
-            # Kernels' forward would follow the density itself, but its backward computes again what plain matmuls keep.
-            # Equal inputs get equal answers: a checkpoint's forward without gradients goes as its recomputation.
-            first = (w_up, b_up) if w_gate is None else (w_gate, b_gate)
-            activity = Activity(active_share(x, *first).item())
-        way = choose(key, activity)
+        first = (w_up, b_up) if w_gate is None else (w_gate, b_gate)
+        way = choose(key, sampled_on_cpu(key, x, *first) if key.training else UNKNOWN)
     if way != "kernels":
         beside |= {"b_up": b_up, "b_down": b_down, "b_gate": b_gate}
         if way == "plain":
