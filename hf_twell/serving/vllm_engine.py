@@ -47,8 +47,8 @@ def why_not(engine: str, model: str, arguments: Sequence[str] = ()) -> str | Non
     problem = refusal(model, arguments)
     if engine == "vllm" and problem is not None:
         raise ValueError(f"--engine vllm, but {problem}; or give --engine transformers")
-    if engine == "auto" and problem is None and _is_sparse(config := _config(model)) and not _is_ours(config):
-        return f"the plugin of hf_twell computes {', '.join(COMPUTED)} alone in vLLM"
+    if engine == "auto" and problem is None and _is_sparse(config := _config(model)):
+        return _left_out(config)
     return problem
 
 
@@ -78,8 +78,7 @@ def refusal(model: str, arguments: Sequence[str] = ()) -> str | None:
         )
     if _is_sparse(config):
         _check_sparse(model, arguments)
-    needs_plugin = _is_ours(config) and (_is_sparse(config) or config.get("hidden_act") == "relu")
-    if needs_plugin and take_option(arguments, "--model-impl")[0] != "transformers":
+    if (_is_sparse(config) or config.get("hidden_act") == "relu") and _left_out(config, arguments) is None:
         return _no_plugin()
     return None
 
@@ -90,10 +89,8 @@ def describe(model: str, arguments: Sequence[str] = ()) -> str:
     config = _config(model)
     if not _is_sparse(config):
         return "is dense (no `twell` entry in its config): served as it is, without sparse kernels"
-    if not _is_ours(config):
-        return f"is sparse, but the plugin of hf_twell computes {', '.join(COMPUTED)} alone: no sparse kernels"
-    if take_option(arguments, "--model-impl")[0] == "transformers":
-        return "is sparse, but Transformers' code was asked for: no sparse kernels"
+    if reason := _left_out(config, arguments):
+        return f"is sparse, but {reason}: no sparse kernels"
     unknown = _check_sparse(model, arguments)
     return "is sparse: the plugin of hf_twell computes its blocks" + (
         f", without kernels, as {unknown}" if unknown else ""
@@ -176,9 +173,13 @@ def _is_sparse(config: dict) -> bool:
     return config.get("twell") is not None
 
 
-def _is_ours(config: dict) -> bool:
-    """Whether the plugin has vLLM load such a model by a class of ours."""
-    return bool(set(config.get("architectures") or ()) & set(COMPUTED))
+def _left_out(config: dict, arguments: Sequence[str] = ()) -> str | None:
+    """Why the plugin does not have vLLM load such a model by a class of ours, or None."""
+    if not set(config.get("architectures") or ()) & set(COMPUTED):
+        return f"the plugin of hf_twell computes {', '.join(COMPUTED)} alone in vLLM"
+    if take_option(arguments, "--model-impl")[0] == "transformers":
+        return "Transformers' code was asked for"
+    return None
 
 
 def _own_type_problem(config: dict, arguments: Sequence[str]) -> str | None:
