@@ -47,6 +47,10 @@ class CallKey(NamedTuple):
     asked: bool = False
     rival: str = "torch"
 
+    def of_expert(self, pairs: int, experts: int) -> "CallKey":
+        """That of one expert's call: of so many pairs of a token and an expert, as many as each has on average."""
+        return self._replace(tokens=-(-pairs // max(1, experts)))
+
 
 def key_of(x: torch.Tensor, w_up: torch.Tensor, w_down: torch.Tensor, **known: Any) -> CallKey:
     """The key of a call with this x (..., D) and these weights, (F, D) and (D, F). `known` are the members that these

@@ -1,7 +1,7 @@
 """How blocks train: by plain matmuls or by kernels, which on a GPU changes only between optimizer steps.
 
-There an eager block samples its density as in evaluation. The blocks of a compiled model cannot sample: all of them together
-follow what the L1 term counts.
+There an eager block samples its density as in evaluation. The blocks of a compiled model cannot sample: all of them
+together follow what the L1 term counts.
 """
 
 from collections.abc import Callable

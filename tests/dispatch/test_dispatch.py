@@ -308,6 +308,9 @@ def test_blocks_too_small_for_kernels_go_the_same_way(monkeypatch):
         assert expected == (width * hidden * tokens < 1 << 20)
         for function in (block, compiled, lambda x, w=weights: api.ffn(x, *w)):
             assert by_matmuls(function, x) == expected
+        up, down, gate = weights
+        in_vllm = torch.ops.hf_twell_vllm.ffn, x, torch.cat([gate, up]), down, 0.01, None
+        assert (by_matmuls(*in_vllm), by_matmuls(*in_vllm, True)) == (expected, False), "or where they are asked for"
     several = ({0: torch.export.Dim("tokens", min=2, max=99)},)
     exported = torch.export.export(block, (x[:2],), dynamic_shapes=several, strict=True).module()
     assert not by_matmuls(exported, x[:3]), "for every number of tokens"

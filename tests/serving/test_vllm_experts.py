@@ -26,10 +26,11 @@ def routed(name):
 
 @in_vllm
 def test_mixtures_give_the_tokens_of_transformers(run, tmp_path):
-    """By kernels, though experts this small are faster by matmuls; and by matmuls, as no density is known."""
+    """By kernels, though experts this small are faster by matmuls; and by matmuls, as no density is known of the last."""
     runs, models = [], {name: routed(name) for name in MODELS}
     for name, model in models.items():
-        options = {} if name == "qwen2_moe" else {"additional_config": {"hf_twell": {"kernels": True, "density": 0.03}}}
+        settings = {"kernels": True, "density": None if name == "qwen2_moe" else 0.03}
+        options = {"additional_config": {"hf_twell": settings}}
         path, calls = save(model, tmp_path / name, None), [{"prompts": SEVERAL, "logprobs": True}]
         runs.append({"model": path, "options": FP32 | EAGER | options, "calls": calls})
     for result, (name, model) in zip(run(runs), models.items(), strict=True):

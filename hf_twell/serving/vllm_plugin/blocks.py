@@ -22,10 +22,10 @@ class SparseFfn(nn.Module):
     loaded, so that these load under their names as before. Each rank of tensor parallelism computes its F / tp neurons,
     and what they give is summed."""
 
-    def __init__(self, stock: nn.Module, activity: Activity) -> None:
+    def __init__(self, stock: nn.Module, activity: Activity, asked: bool) -> None:
         super().__init__()
         self.gate_up_proj, self.down_proj = stock.gate_up_proj, stock.down_proj
-        self.density, self.union = activity.density, activity.union
+        self.density, self.union, self.asked = activity.density, activity.union, asked
         for linear in (self.gate_up_proj, self.down_proj):
             linear.quant_method = WeightAsLoaded()
         # By columns, which kernels read: the same shape, so weights are copied into it as into the stock one.
@@ -34,7 +34,7 @@ class SparseFfn(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weights = self.gate_up_proj.weight, self.down_proj.weight
-        y = torch.ops.hf_twell_vllm.ffn(x, *weights, self.density, self.union)
+        y = torch.ops.hf_twell_vllm.ffn(x, *weights, self.density, self.union, self.asked)
         if self.down_proj.reduce_results and self.down_proj.tp_size > 1:
             y = tensor_model_parallel_all_reduce(y)
         return y

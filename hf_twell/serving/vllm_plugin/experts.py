@@ -20,13 +20,12 @@ from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
 from vllm.model_executor.models.qwen3_next import Qwen3NextForCausalLM
 from vllm.model_executor.utils import replace_parameter
 
-from hf_twell.dispatch.activity import Activity
+from hf_twell.dispatch.activity import UNKNOWN, Activity
 from hf_twell.dispatch.choose import choose_experts, takes_experts
 from hf_twell.dispatch.key import key_of
 from hf_twell.ops import experts
 from hf_twell.serving.vllm_plugin.models import SparseBlocks
 from hf_twell.serving.vllm_plugin.places import Place
-from hf_twell.serving.vllm_plugin.plan import ABOVE_ALL
 
 
 class SparseMixture(SparseBlocks):
@@ -56,7 +55,7 @@ class SparseMixture(SparseBlocks):
                 f"{routed.layer_name} is quantized ({type(routed.quant_method).__name__}), and of routed experts the "
                 "plugin of hf_twell computes those in 16 and 32 bits alone; serve the model without quantization"
             )
-        place.block._replace_quant_method(ReluExperts(routed, activity or Activity(ABOVE_ALL), asked))
+        place.block._replace_quant_method(ReluExperts(routed, activity or UNKNOWN, asked))
 
 
 class SparseMixtralForCausalLM(SparseMixture, MixtralForCausalLM):
@@ -94,7 +93,7 @@ class ReluExperts(UnquantizedFusedMoEMethod):
             self.unquantized_backend, self.experts_cls = UnquantizedMoeBackend.TRITON, triton_with_relu()
         for weight in (routed.w13_weight, routed.w2_weight):
             weight.data.zero_()  # vLLM may have made them larger than the checkpoint's, for other kernels
-        if self.on_cpu and activity.density != ABOVE_ALL:  # by columns, which kernels read
+        if self.on_cpu and activity.density is not None:  # by columns, which kernels read
             down = routed.w2_weight
             down.data = torch.zeros_like(down.mT, memory_format=torch.contiguous_format).mT
 
@@ -102,7 +101,7 @@ class ReluExperts(UnquantizedFusedMoEMethod):
         if self.on_cpu:  # where vLLM packs the weights
             return
         super().process_weights_after_loading(layer)
-        if self.activity.density != ABOVE_ALL:
+        if self.activity.density is not None:
             replace_parameter(layer, "w2_by_column", layer.w2_weight.data.mT.contiguous(), prefer_copy=True)
 
     def forward_native(self, layer, x, topk_weights, topk_ids, shared_experts, shared_experts_input) -> torch.Tensor:
@@ -119,11 +118,11 @@ class ReluExperts(UnquantizedFusedMoEMethod):
 
     def takes_kernels(self, layer: nn.Module, x: torch.Tensor, pairs: int) -> bool:
         """Whether a GPU computes a call by kernels, of so many pairs of a token and an expert, of all ranks."""
-        if self.activity.density == ABOVE_ALL:
+        if self.activity.density is None:
             return False
         down = layer.w2_weight
         key = key_of(x, layer.w13_weight[0, : down.shape[2]], down[0], asked=self.asked)
-        key = key._replace(tokens=-(-pairs // layer.global_num_experts))  # of an expert, on average
+        key = key.of_expert(pairs, layer.global_num_experts)
         return takes_experts(key, pairs, len(down)) and choose_experts(key, self.activity) == "kernels"
 
 
@@ -144,27 +143,29 @@ def _experts(
     gate_up: torch.Tensor,
     down: torch.Tensor,
     here: torch.Tensor | None,
-    density: float,
+    density: float | None,
     union: float | None,
     asked: bool,
 ) -> torch.Tensor:
-    """Routed experts by kernels where these are faster at the given activity, else by plain matmuls.
+    """Routed experts by kernels where these are faster at the given activity, else by plain matmuls, as at none.
 
     Shapes: as in `hf_twell.ops.experts`; here (all experts,): this rank's number of each, -1 of another's; None: all.
     """
     if here is not None:
         index = here[index.long()]
         index = index.where(index >= 0, len(down))
-    key = key_of(x, gate_up[0, : down.shape[2]], down[0], asked=asked)
-    mine = index[index < len(down)]
-    key = key._replace(tokens=-(-mine.numel() // max(1, len(mine.unique()))))  # of an expert, on average
-    way = choose_experts(key, Activity(density, union=union))
+    way = "plain"
+    if density is not None:
+        mine = index[index < len(down)]
+        key = key_of(x, gate_up[0, : down.shape[2]], down[0], asked=asked)
+        key = key.of_expert(mine.numel(), len(mine.unique()))
+        way = choose_experts(key, Activity(density, union=union))
     return experts.by_expert(x, index, weight, gate_up, down, way=way)
 
 
 library.define(
     "hf_twell_vllm::experts",
-    "(Tensor x, Tensor index, Tensor weight, Tensor gate_up, Tensor down, Tensor? here, float density, float? union, "
+    "(Tensor x, Tensor index, Tensor weight, Tensor gate_up, Tensor down, Tensor? here, float? density, float? union, "
     "bool asked) -> Tensor",
 )
 library.impl("hf_twell_vllm::experts", "CompositeExplicitAutograd", _experts)

@@ -66,7 +66,7 @@ class SparseBlocks(Stock):
         elif quantized.is_quantized(block):
             setattr(place.owner, place.name, quantized.SparseQuantizedFfn(block, activity.density, asked))
         else:
-            setattr(place.owner, place.name, SparseFfn(block, activity))
+            setattr(place.owner, place.name, SparseFfn(block, activity, asked))
 
 
 class SparseLlamaForCausalLM(SparseBlocks, LlamaForCausalLM):

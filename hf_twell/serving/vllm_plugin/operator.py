@@ -14,7 +14,7 @@ from hf_twell.ops import api, reference
 
 
 def _ffn(
-    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, density: float, union: float | None
+    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, density: float, union: float | None, asked: bool = False
 ) -> torch.Tensor:
     """ReLU feed-forward block, by kernels where these are faster at the given activity, else by plain matmuls.
 
@@ -24,17 +24,17 @@ def _ffn(
         x (..., D); gate_up (2F, D); down (D, F), best by columns; returns (..., D).
     """
     gate, up = gate_up.chunk(2)
-    way = choose(key_of(x, up, down, rival="vllm"), Activity(density, union=union))
+    key = key_of(x, up, down, asked=asked, rival="vllm")
+    way = choose(key, Activity(density, union=union))
     if way == "plain":
         return reference.ffn(x, up, down, gate)
-    return api.ffn(x, up, down, gate, way=way) if way == "kernels" else api.dense_ffn(x, up, down, gate)
-
-
-def _ffn_fake(x, gate_up, down, density, union):
-    return x.new_empty(x.shape)
+    return api.ffn(x, up, down, gate, key=key, way=way) if way == "kernels" else api.dense_ffn(x, up, down, gate)
 
 
 # Not library.custom_op: its calls take longer, and a small block on a CPU feels it.
-library.define("hf_twell_vllm::ffn", "(Tensor x, Tensor gate_up, Tensor down, float density, float? union) -> Tensor")
+library.define(
+    "hf_twell_vllm::ffn",
+    "(Tensor x, Tensor gate_up, Tensor down, float density, float? union, bool asked=False) -> Tensor",
+)
 library.impl("hf_twell_vllm::ffn", "CompositeExplicitAutograd", _ffn)
-library.register_fake("hf_twell_vllm::ffn", _ffn_fake)
+library.register_fake("hf_twell_vllm::ffn", lambda x, *_: x.new_empty(x.shape))

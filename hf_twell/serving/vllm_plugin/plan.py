@@ -13,15 +13,15 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
 import hf_twell
 from hf_twell.dispatch.activity import Activity
-from hf_twell.dispatch.choose import choose_experts, dense_dtypes, highest_alike, sizes_problem
-from hf_twell.dispatch.key import HOPPER, CallKey, device_class
+from hf_twell.dispatch.choose import choose_experts, dense_dtypes, highest_alike, sizes_problem, takes_experts
+from hf_twell.dispatch.key import HOPPER, CallKey, device_class, key_of
 from hf_twell.dispatch.limits import limit
 from hf_twell.ops import api
 from hf_twell.serving.vllm_plugin import quantized
 from hf_twell.serving.vllm_plugin.density import known_activity, known_settings
 from hf_twell.serving.vllm_plugin.places import Place
 
-ABOVE_ALL = 2.0  # of a share
+ABOVE_LIMITS = 2.0  # a share that is
 HOW_TO_CHANGE = (
     "to use kernels, store it with `hf-twell sparsify MODEL OUT --text FILE`, or give it: "
     """--additional-config '{"hf_twell": {"density": 0.01}}'"""
@@ -76,10 +76,10 @@ def decide(vllm_config: VllmConfig, places: dict[int, Place], chosen: list[int])
             if not hasattr(place.block, "routed_experts"):  # whose operator nothing is compiled for
                 same = highest_alike(key, same)
             elif key.device == "cuda" and choose_experts(key, same) == "plain":
-                same = Activity(ABOVE_ALL)
-            # In compiled code what is above all limits is a number.
-            shares = [share if share is None else min(share, ABOVE_ALL) for share in (same.density, same.union)]
-            if set(shares) - {None, ABOVE_ALL}:
+                same = Activity(ABOVE_LIMITS)
+            # Not infinite, as compiled code has it for a number.
+            shares = [share if share is None else min(share, ABOVE_LIMITS) for share in (same.density, same.union)]
+            if set(shares) - {None, ABOVE_LIMITS}:
                 activities[index] = Activity(shares[0], union=shares[1])
             else:
                 problem = "they are too dense for kernels to be faster"
@@ -89,13 +89,15 @@ def decide(vllm_config: VllmConfig, places: dict[int, Place], chosen: list[int])
 
 
 def _key(block: Any, asked: bool) -> CallKey:
-    """Of a call of one token; `asked`: whether `additional_config` asks for kernels."""
-    if hasattr(block, "routed_experts"):
-        dtype, weight = block.routed_experts.params_dtype, block.routed_experts.w13_weight[0]
+    """As its operator's, of a call of one token; `asked`: whether `additional_config` asks for kernels."""
+    routed = getattr(block, "routed_experts", None)
+    if routed is not None:
+        dtype, gate_up, down, rival = routed.params_dtype, routed.w13_weight[0], routed.w2_weight[0], "torch"
     else:
-        dtype, weight = block.gate_up_proj.params_dtype, block.gate_up_proj.weight
-    (device, capability), (width, hidden) = device_class(weight.device.type, weight.device.index), weight.shape
-    return CallKey(device, capability, dtype, weight.dtype, 1, hidden, width // 2, asked=asked, rival="vllm")
+        linear = block.gate_up_proj
+        dtype, gate_up, down, rival = linear.params_dtype, linear.weight, block.down_proj.weight, "vllm"
+    x = gate_up.new_empty(1, gate_up.shape[1], dtype=dtype)
+    return key_of(x, gate_up.chunk(2)[0], down, asked=asked, rival=rival)
 
 
 def _problem(place: Place, asked: bool) -> str | None:
@@ -103,22 +105,20 @@ def _problem(place: Place, asked: bool) -> str | None:
     block = place.block
     if place.is_shared_expert:
         return "shared experts stay plain"
-    if hasattr(block, "routed_experts"):
-        key = _key(block, asked)
-        if key.device == "cuda":
-            if len(block.routed_experts.w13_weight) > limit("kCudaExperts"):
-                return f"they have more than {limit('kCudaExperts')} experts"
-            if key.capability != HOPPER and not asked:
-                return f"they are routed experts, {NOT_TIMED}"
-        elif key.hidden * key.width < limit("kCpuExpertElements") and not asked:
-            return "they are experts too small for kernels to be faster"
-    elif problem := _problem_of_linears(block, asked):
+    routed = getattr(block, "routed_experts", None)
+    if routed is None and (problem := _problem_of_linears(block, asked)):
         return problem
     key = _key(block, asked)
     if key.dtype not in dense_dtypes(key.device):
         return f"they compute in {key.dtype} on {key.device}"
     if too_large := sizes_problem(key):
         return f"they have {too_large}"
+    if routed is not None:
+        if key.device == "cuda" and not takes_experts(key, 1, len(routed.w13_weight)):
+            return f"they have more than {limit('kCudaExperts')} experts"
+        if choose_experts(key, Activity(0.0)) == "plain":
+            small = "they are experts too small for kernels to be faster"
+            return small if key.device == "cpu" else f"they are routed experts, {NOT_TIMED}"
     if api.resolve("auto", key.device) == "reference":  # compiles them now, not in a capture; says why it cannot
         return f"no compiled kernels could be had for {key.device}"
     return None

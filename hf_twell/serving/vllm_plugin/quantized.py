@@ -115,7 +115,7 @@ class SparseQuantizedFfn(nn.Module):
             if way == "kernels":
                 s_gate, s_up = gate_up.weight_scale.chunk(2)
                 scales = {"s_up": s_up, "s_down": down.weight_scale, "s_gate": s_gate}
-                return api.ffn(x, up, w_down, gate, **scales, quantize_x=self.fp8, way=way)
+                return api.ffn(x, up, w_down, gate, **scales, quantize_x=self.fp8, key=key, way=way)
         rows = gate_up.quant_method.apply(gate_up, x)
         # On a GPU in one kernel, as vLLM's compiler, which would make one, does not look in here.
         in_one = torch.ops.hf_twell.activation
