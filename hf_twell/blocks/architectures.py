@@ -56,24 +56,36 @@ class ExpertsForm(NamedTuple):
     Their matrices lie in two parameters, (E, 2F, D), gate's rows first, and (E, D, F); the module is called with hidden
     states (T, D), the experts of each token (T, K) and their weights in the sum (T, K).
 
-    With `per_token`, K, they are Llama 4's: the matrices lie transposed, and the module is called with (E T, D), for
-    each expert all tokens times their score for it: zeros, but for the K experts that a token goes through.
+    With a `router` they are Llama 4's: the matrices lie transposed, and the module is called with (E T, D), for each
+    expert all tokens times their score for it: zeros, but for the K = `router.top_k` experts that a token goes through.
     """
 
     gate_up: str
     down: str
     activation: str
-    per_token: int | None = None
+    router: Any = None
+
+    @property
+    def transposed(self) -> bool:
+        return self.router is not None
 
     @property
     def settled(self) -> str:
         """What `hf_twell.blocks.layout` settles; of transposed matrices down lies by columns anyway."""
-        return self.gate_up if self.per_token else self.down
+        return self.gate_up if self.transposed else self.down
 
     def weights(self, module: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
         """The parameters, or views of them: w_gate_up (E, 2F, D) and w_down (E, D, F)."""
         gate_up, down = getattr(module, self.gate_up), getattr(module, self.down)
-        return (gate_up.mT, down.mT) if self.per_token else (gate_up, down)
+        return (gate_up.mT, down.mT) if self.transposed else (gate_up, down)
+
+    def tokens(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """The T rows that stand for the tokens, of the hidden states that the module is called with."""
+        return x[: len(x) // len(getattr(module, self.down))] if self.transposed else x
+
+    def pairs(self, module: nn.Module, x: torch.Tensor, index: torch.Tensor | None = None, *_weight: Any) -> int:
+        """T K, of what the module is called with."""
+        return len(self.tokens(module, x)) * self.router.top_k if index is None else index.numel()
 
     def routing(
         self, module: nn.Module, x: torch.Tensor, index: torch.Tensor | None = None, weight: torch.Tensor | None = None
@@ -82,11 +94,11 @@ class ExpertsForm(NamedTuple):
 
         Of Llama 4 x is that of each pair, (T, K, D), and the score is in it, so weights are ones.
         """
-        if self.per_token is None:
+        if not self.transposed:
             return x, index, weight
         x_ETD = x.view(len(getattr(module, self.down)), -1, x.shape[-1])
         came_TE = (x_ETD != 0).any(-1).mT
-        index = came_TE.float().topk(self.per_token).indices.sort().values
+        index = came_TE.float().topk(self.router.top_k).indices.sort().values
         tokens = len(index)
         place = index * tokens + torch.arange(tokens, device=x.device).unsqueeze(1)
         x_TKD = x.index_select(0, place.flatten()).unflatten(0, index.shape)
@@ -94,7 +106,7 @@ class ExpertsForm(NamedTuple):
 
     def result(self, module: nn.Module, y: torch.Tensor) -> torch.Tensor:
         """What the module returns, of y (T, D): of Llama 4 (E T, D) over whose E is summed, so the first may have y."""
-        if self.per_token is None:
+        if not self.transposed:
             return y
         return nn.functional.pad(y, (0, 0, 0, (len(getattr(module, self.down)) - 1) * len(y)))
 
@@ -186,17 +198,17 @@ def find_ffns(model: nn.Module) -> list[Site]:
         )
     sites: list[Site] = []
     layers: dict[str, int] = {}
-    per_token = getattr(model.config.get_text_config(), "num_experts_per_tok", None)
-    for name, module in _decoder_modules(model):
+    modules = dict(_decoder_modules(model))
+    for name, module in modules.items():
         if "_orig_mod" in module._modules or any(name.startswith(site.name + ".") for site in sites):
             continue  # what torch.compile wraps around a module, or a part of a block that was found
         experts = getattr(module, "experts", None)
-        if not _experts_form(base_layer(experts), per_token) if experts is not None else hasattr(module, "router"):
+        if not _experts_form(base_layer(experts), module) if experts is not None else hasattr(module, "router"):
             what = type(module if experts is None else experts).__name__
             raise ValueError(
                 f"{name} ({type(module).__name__}) is a mixture of experts of another form ({what}). {SUPPORTED}."
             )
-        form = _experts_form(module, per_token) or _form_of(module)
+        form = _experts_form(module, modules.get(name.rpartition(".")[0])) or _form_of(module)
         if form:
             layer = layers.setdefault(layer_name(name), len(layers))
             site: Any = ExpertsSite if isinstance(form, ExpertsForm) else FfnSite
@@ -322,8 +334,8 @@ def _form_of(module: nn.Module) -> FfnForm | None:
     return None
 
 
-def _experts_form(module: nn.Module | None, per_token: int | None) -> ExpertsForm | None:
-    """`EXPERTS`, or Llama 4's of so many experts a token; what it computes of them shows when it is run."""
+def _experts_form(module: nn.Module | None, owner: nn.Module | None) -> ExpertsForm | None:
+    """`EXPERTS`, or Llama 4's with the router that `owner` has; what it computes of them shows when it is run."""
     module = getattr(module, "_modules", {}).get("original_module", module)  # of PEFT's `modules_to_save`
     parameters = getattr(module, "_parameters", {})
     gate_up, down = (parameters.get(name) for name in (EXPERTS.gate_up, EXPERTS.down))
@@ -336,7 +348,8 @@ def _experts_form(module: nn.Module | None, per_token: int | None) -> ExpertsFor
         return EXPERTS
     alone = len(inspect.signature(stock_class(module).forward).parameters) == 2  # self, and all tokens for each expert
     transposed = gate_up.shape == (experts, width, 2 * hidden)
-    return EXPERTS._replace(per_token=per_token) if alone and transposed and per_token else None
+    router = base_layer(getattr(owner, "router", None))
+    return EXPERTS._replace(router=router) if alone and transposed and hasattr(router, "top_k") else None
 
 
 def _copies(module: nn.Module) -> list[nn.Module]:

@@ -1,5 +1,7 @@
 """The class that a layer's routed experts get, all of them together: a subclass of their own class."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +12,7 @@ from hf_twell.blocks.modeling import BlockSizes, L1Inputs, SparseBlock, all_modu
 from hf_twell.blocks.operands import has_forward_of
 from hf_twell.dispatch.activity import Activity
 from hf_twell.dispatch.choose import choose_experts, max_experts_density, problem, takes_experts
-from hf_twell.dispatch.key import key_of
+from hf_twell.dispatch.key import CallKey, key_of
 from hf_twell.ops import api, experts
 
 
@@ -39,54 +41,66 @@ class SparseExperts(SparseBlock):
         given = [each for each in (hidden_states, top_k_index, top_k_weights) if each is not None]
         if not (torch.compiler.is_compiling() and has_forward_of(SparseExperts, self)):
             self.twell_state.awaited = None
+        if not torch.compiler.is_compiling() and hidden_states.is_cuda and torch.cuda.is_current_stream_capturing():
+            self.twell_state.captured = True  # whichever way it goes: the graph holds down_proj's address
         form = self.twell.form
-        x, index, weight = form.routing(self, *given)
-        l1 = self.l1_of(x if x.ndim == 2 else x[:, 0])
+        l1 = self.l1_of(form.tokens(self, hidden_states))
         if l1 is not None:
-            y = self._with_term(l1, x, index, weight)
-        elif self.takes_kernels(x, index, look=True):
-            y = experts.by_expert(x, index, weight, *form.weights(self), backend=self.twell.backend)
-        else:
+            return form.result(self, self._with_term(l1, *form.routing(self, *given)))
+        call = self._call(*given)
+        if call is None or not self._settle(hidden_states, *call):
             return super().forward(*given)
-        return form.result(self, y)
+        _, routing = call
+        return form.result(self, experts.by_expert(*routing(), *form.weights(self), backend=self.twell.backend))
 
-    def takes_kernels(self, x: torch.Tensor, index: torch.Tensor, look: bool = False) -> bool:
-        """Whether a call goes by kernels; `look`: it is one, and its density may be sampled and its memory settled."""
-        if torch.is_grad_enabled() or torch.compiler.is_compiling() or index.numel() == 0:
-            return False
+    def takes_kernels(self, *given: torch.Tensor) -> bool:
+        """Whether a call with these goes by kernels, after those that the block has seen."""
+        call = self._call(*given)
+        return call is not None and self._kernels_pay(call[0]) and self._kernels_read(call[0])
+
+    def _call(self, x: torch.Tensor, *others: torch.Tensor) -> tuple[CallKey, Callable[[], tuple]] | None:
+        """The key of an expert's call, and what looks up the routing once; None where no kernels can be faster."""
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or x.numel() == 0:
+            return None
         form = self.twell.form
         weights: Any = [self._parameters.get(name) for name in (form.gate_up, form.down)]
         plain = all(type(weight) is nn.Parameter and not weight.is_meta and weight.ndim == 3 for weight in weights)
         if not plain or all_modules_are_hooked() or not is_bare_relu(self._modules[form.activation]):
-            return False
-        asked = self.twell.backend != "auto"
+            return None
         if api.resolve(self.twell.backend, x.device.type) == "reference" or api.transformed():
-            return False
+            return None
         gate_up, down = form.weights(self)
-        if x.ndim == 3:  # each pair has its own
-            x, index = x.flatten(0, 1), index.view(-1, 1)
-        width = down.shape[2]
-        key = key_of(x, gate_up[0, :width], down[0], asked=asked)
-        if getattr(self, "_is_expert_parallel", False) or (problem(key) and not asked):  # asked for, they say it
-            return False
-        if look and x.is_cuda and torch.cuda.is_current_stream_capturing():
-            self.twell_state.captured = True  # whichever way it goes: the graph holds down_proj's address
-        on_cpu, pairs = key.device == "cpu", index.numel()
-        key = key._replace(tokens=-(-pairs // (len(index.unique()) if on_cpu else len(down))))  # of an expert
-        if not (on_cpu or asked):
+        key = key_of(x, gate_up[0, : down.shape[2]], down[0], asked=self.twell.backend != "auto")
+        if getattr(self, "_is_expert_parallel", False) or (problem(key) and not key.asked):  # asked for, they say it
+            return None
+        routing = functools.cache(functools.partial(form.routing, self, x, *others))
+        on_cpu, pairs = key.device == "cpu", form.pairs(self, x, *others)
+        key = key.of_expert(pairs, len(routing()[1].unique()) if on_cpu else len(down))
+        if not (on_cpu or key.asked):
             by_chance = torch.are_deterministic_algorithms_enabled()  # when a sample arrives is no one's to say
             if by_chance or not (takes_experts(key, pairs, len(down)) and max_experts_density(key) > 0):
-                return False
-        recent = self.twell_state.pairs
-        if look and (on_cpu or not asked):
-            recent.look(x, index, gate_up)
-        del gate_up, down  # views, maybe: memory that they hold stays as it is
-        taken = choose_experts(key, Activity(recent.density)) == "kernels"
-        if look and (taken or (on_cpu and not form.per_token)):
-            density = 0.0 if form.per_token else recent.density  # kernels read gate and up alike at every density
-            settle_down(self, self._parameters[form.settled], x, density, "kCpuRowsAbove")
-        # Where others hold the memory of gate and up, kernels would copy them in each call.
-        return taken and (asked or not form.per_token or by_column(self._parameters[form.gate_up]))
+                return None
+        return key, routing
+
+    def _settle(self, x: torch.Tensor, key: CallKey, routing: Callable[[], tuple]) -> bool:
+        """Sample a call's density where that is due, bring the weights' memory into the order that it wants, and say
+        whether it goes by kernels."""
+        form, recent, on_cpu = self.twell.form, self.twell_state.pairs, key.device == "cpu"
+        if on_cpu or not key.asked:
+            recent.look(len(form.tokens(self, x)), routing, form.weights(self)[0])
+        faster = self._kernels_pay(key)
+        if faster or (on_cpu and not form.transposed):
+            density = 0.0 if form.transposed else recent.density  # kernels read gate and up alike at every density
+            settle_down(self, self._parameters[form.settled], x, density)
+        return faster and self._kernels_read(key)
+
+    def _kernels_pay(self, key: CallKey) -> bool:
+        return choose_experts(key, Activity(self.twell_state.pairs.density)) == "kernels"
+
+    def _kernels_read(self, key: CallKey) -> bool:
+        """False where others hold the memory of gate and up, which kernels would copy in each call."""
+        form = self.twell.form
+        return key.asked or not form.transposed or by_column(self._parameters[form.gate_up])
 
     def _with_term(self, l1: L1Inputs, x: torch.Tensor, index: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         form = self.twell.form

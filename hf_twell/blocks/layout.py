@@ -13,13 +13,11 @@ from hf_twell.dispatch.key import EIGHT_BIT
 from hf_twell.dispatch.limits import limit
 
 
-def settle_down(
-    ffn: torch.nn.Module, weight: torch.Tensor, x: torch.Tensor, density: float | None, below: str = "kCpuColumnsBelow"
-) -> None:
+def settle_down(ffn: torch.nn.Module, weight: torch.Tensor, x: torch.Tensor, density: float | None) -> None:
     """Give down's (D, F) weight the strides (1, D) in evaluation, and (F, 1) again where its gradient is wanted.
 
     `weight` is the parameter, or the values that a tensor of torchao's holds; `density` is that of recent inputs. Of
-    experts (E, D, F) each is such a matrix. `below` names the limit of density for columns on a CPU.
+    experts (E, D, F) each is such a matrix.
 
     The order stays as it is
     - in compiled graphs (their guards hold the strides), and in calls of neither kind;
@@ -36,12 +34,10 @@ def settle_down(
         if by_column(weight) and _swappable(ffn, weight):
             _swap(weight, weight.detach().contiguous())
     elif not (ffn.training or torch.is_grad_enabled()):
-        _settle_evaluated(ffn, weight, x, density, below)
+        _settle_evaluated(ffn, weight, x, density)
 
 
-def _settle_evaluated(
-    ffn: torch.nn.Module, weight: torch.Tensor, x: torch.Tensor, density: float | None, below: str
-) -> None:
+def _settle_evaluated(ffn: torch.nn.Module, weight: torch.Tensor, x: torch.Tensor, density: float | None) -> None:
     if x.is_cuda:
         # At any density: kernels would transpose rows in every call, dense matmuls read either order equally fast, and
         # sampling the density here would wait for the device.
@@ -49,6 +45,7 @@ def _settle_evaluated(
     elif density is None:
         return
     else:
+        below = "kCpuColumnsBelow" if weight.ndim == 2 else "kCpuRowsAbove"  # experts never stay as they lie
         wants_columns, wants_rows = density < limit(below), density > limit("kCpuRowsAbove")
     to_columns, to_rows = wants_columns and weight.is_contiguous(), wants_rows and by_column(weight)
     if not (to_columns or to_rows) or _distributed() or not _swappable(ffn, weight) or _held(weight):

@@ -114,7 +114,7 @@ def _check_experts_formula(site: ExpertsSite, where: str) -> None:
 
     weights = normal(number, 2 * width, hidden), normal(number, hidden, width)
     parameters = dict(zip((site.form.gate_up, site.form.down), weights, strict=True))
-    if site.form.per_token:
+    if site.form.transposed:
         parameters = {name: weight.mT for name, weight in parameters.items()}
     others = {name: child for name, child in site.module._modules.items() if name != site.form.activation}
     tiny.__dict__ = {**vars(site.module), "_modules": copy.deepcopy(others), "_parameters": parameters}
@@ -124,7 +124,7 @@ def _check_experts_formula(site: ExpertsSite, where: str) -> None:
     index = torch.cat([index, (index + 1) % number], dim=1)[:, : min(2, number)]
     x, share = normal(tokens, hidden), normal(*index.shape).abs()
     given: tuple = (index, share)
-    if site.form.per_token:  # each expert computes its own tokens
+    if site.form.transposed:  # each expert computes its own tokens
         index = torch.arange(number, device="cpu").repeat_interleave(tokens).unsqueeze(1)
         x, share, given = normal(len(index), hidden), torch.ones_like(index), ()
     eager = getattr(cls.forward, "__wrapped__", cls.forward)

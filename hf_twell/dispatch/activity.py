@@ -137,14 +137,21 @@ class RecentPairs:
     def __reduce__(self) -> tuple:
         return type(self), ()
 
-    def look(self, x: torch.Tensor, index: torch.Tensor, w_gate_up: torch.Tensor) -> None:
-        """Count a call, and sample some of its pairs if that is due. Shapes: as in `hf_twell.ops.experts`."""
-        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+    def look(self, tokens: int, routing: Callable[[], tuple], w_gate_up: torch.Tensor) -> None:
+        """Count a call of so many tokens, and sample some of its pairs if that is due.
+
+        Args:
+            routing: gives x, index and more as `hf_twell.ops.experts` has them.
+        """
+        if w_gate_up.is_cuda and torch.cuda.is_current_stream_capturing():
             return
-        self._look_in -= -(-len(x) // limit("kCpuSampleCallTokens"))
+        self._look_in -= -(-tokens // limit("kCpuSampleCallTokens"))
         if self._look_in >= 0:
             return
         if self._sample is None:
+            x, index, *_ = routing()
+            if x.ndim == 3:  # each pair has its own
+                x, index = x.flatten(0, 1), index.view(-1, 1)
             pairs = _spread(index.numel(), limit("kCpuSampleTokens"), index.device)
             width = w_gate_up.shape[1] // 2
             some = w_gate_up[:, : width : max(1, width // limit("kCpuSampleExpertNeurons"))][index.flatten()[pairs]]

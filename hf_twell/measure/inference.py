@@ -48,7 +48,7 @@ def blocks_on_kernels(model: PreTrainedModel, ids: torch.Tensor) -> int:
 
     def note(ffn: SparseBlock, args: tuple) -> None:
         if isinstance(ffn, SparseExperts):
-            ways.append(ffn.takes_kernels(*ffn.twell.form.routing(ffn, *args)[:2]))
+            ways.append(ffn.takes_kernels(*args))
         else:
             ways.append(takes_kernels(ffn, args[0]))
 

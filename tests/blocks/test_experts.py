@@ -106,10 +106,10 @@ def test_saves_what_lies_by_columns(name, weight, tmp_path):
 @pytest.mark.parametrize("shift", [-2.0, 0.0, 100.0])
 @torch.no_grad()
 def test_llama_4s_mixture_is_exact(per_token, dtype, shift):
-    """A layer's whole mixture, beside its own class in the same type and in float64."""
+    """A layer's whole mixture, beside its own class in the same type and in float64, its router as it is by then."""
     torch.manual_seed(0)
     config = Llama4TextConfig(
-        hidden_size=64, intermediate_size=96, num_local_experts=6, num_experts_per_tok=per_token,
+        hidden_size=64, intermediate_size=96, num_local_experts=6, num_experts_per_tok=1,
         num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, vocab_size=96, head_dim=16,
     )  # fmt: skip
     model = Llama4ForCausalLM(config).eval()
@@ -123,6 +123,7 @@ def test_llama_4s_mixture_is_exact(per_token, dtype, shift):
     plain = by_hand(model).model.layers[0].feed_forward
     truth = copy.deepcopy(plain).double()
     sparsify(model, backend="cpu")
+    mixture.router.top_k = plain.router.top_k = per_token
     for tokens in (x, x, x[:1, :2]):
         # The router's choice and scores are those of the type, and not in question.
         scores, _ = plain.router(tokens.flatten(0, 1))
@@ -132,6 +133,17 @@ def test_llama_4s_mixture_is_exact(per_token, dtype, shift):
         assert (y.dtype, y.shape) == (dtype, eager.shape)
         bound = 2**-7 if dtype == torch.bfloat16 else 1e-6
         assert (y - wanted).norm() <= max(2 * (eager - wanted).norm(), bound * wanted.norm())
+
+
+@torch.no_grad()
+def test_the_routing_of_llama_4_is_looked_up_for_kernels_alone():
+    ids, found = torch.arange(8).view(1, 8), []
+    for backend in ("reference", "cpu"):
+        model = sparsify(sparse_mixture("llama4_text"), backend=backend)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            model(ids)
+        found.append({event.key: event.count for event in profile.key_averages()}["aten::topk"])
+    assert found[1] == 2 * found[0], "the router's, and once for each of its layers"
 
 
 def test_hooks_and_compiled_graphs_take_the_stock_way():
