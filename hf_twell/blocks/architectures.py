@@ -83,10 +83,6 @@ class ExpertsForm(NamedTuple):
         """The T rows that stand for the tokens, of the hidden states that the module is called with."""
         return x[: len(x) // len(getattr(module, self.down))] if self.transposed else x
 
-    def pairs(self, module: nn.Module, x: torch.Tensor, index: torch.Tensor | None = None, *_weight: Any) -> int:
-        """T K, of what the module is called with."""
-        return len(self.tokens(module, x)) * self.router.top_k if index is None else index.numel()
-
     def routing(
         self, module: nn.Module, x: torch.Tensor, index: torch.Tensor | None = None, weight: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, Any, Any]:

@@ -50,8 +50,8 @@ class SparseExperts(SparseBlock):
         call = self._call(*given)
         if call is None or not self._settle(hidden_states, *call):
             return super().forward(*given)
-        _, routing = call
-        return form.result(self, experts.by_expert(*routing(), *form.weights(self), backend=self.twell.backend))
+        y = experts.by_expert(*call[1](), *form.weights(self), backend=self.twell.backend)
+        return form.result(self, y)
 
     def takes_kernels(self, *given: torch.Tensor) -> bool:
         """Whether a call with these goes by kernels, after those that the block has seen."""
@@ -74,7 +74,8 @@ class SparseExperts(SparseBlock):
         if getattr(self, "_is_expert_parallel", False) or (problem(key) and not key.asked):  # asked for, they say it
             return None
         routing = functools.cache(functools.partial(form.routing, self, x, *others))
-        on_cpu, pairs = key.device == "cpu", form.pairs(self, x, *others)
+        on_cpu = key.device == "cpu"
+        pairs = len(form.tokens(self, x)) * form.router.top_k if form.transposed else others[0].numel()
         key = key.of_expert(pairs, len(routing()[1].unique()) if on_cpu else len(down))
         if not (on_cpu or key.asked):
             by_chance = torch.are_deterministic_algorithms_enabled()  # when a sample arrives is no one's to say

@@ -21,7 +21,7 @@ from hf_twell.serving.vllm_plugin import quantized
 from hf_twell.serving.vllm_plugin.density import known_activity, known_settings
 from hf_twell.serving.vllm_plugin.places import Place
 
-ABOVE_LIMITS = 2.0  # a share that is
+ABOVE_LIMITS = 2.0  # a share above them all: not infinite, as compiled code has it for a number
 HOW_TO_CHANGE = (
     "to use kernels, store it with `hf-twell sparsify MODEL OUT --text FILE`, or give it: "
     """--additional-config '{"hf_twell": {"density": 0.01}}'"""
@@ -77,7 +77,6 @@ def decide(vllm_config: VllmConfig, places: dict[int, Place], chosen: list[int])
                 same = highest_alike(key, same)
             elif key.device == "cuda" and choose_experts(key, same) == "plain":
                 same = Activity(ABOVE_LIMITS)
-            # Not infinite, as compiled code has it for a number.
             shares = [share if share is None else min(share, ABOVE_LIMITS) for share in (same.density, same.union)]
             if set(shares) - {None, ABOVE_LIMITS}:
                 activities[index] = Activity(shares[0], union=shares[1])
