@@ -150,7 +150,7 @@ class RecentPairs:
             return
         if self._sample is None:
             x, index, *_ = routing()
-            if x.ndim == 3:  # each pair has its own
+            if x.ndim > index.ndim:  # each pair has its own
                 x, index = x.flatten(0, 1), index.view(-1, 1)
             pairs = _spread(index.numel(), limit("kCpuSampleTokens"), index.device)
             width = w_gate_up.shape[1] // 2
