@@ -26,7 +26,7 @@ def routed(name):
 
 @in_vllm
 def test_mixtures_give_the_tokens_of_transformers(run, tmp_path):
-    """By kernels, though experts this small are faster by matmuls; and by matmuls, as no density is known of the last."""
+    """By kernels, though experts this small are faster by matmuls; by matmuls the last, whose density is not known."""
     runs, models = [], {name: routed(name) for name in MODELS}
     for name, model in models.items():
         settings = {"kernels": True, "density": None if name == "qwen2_moe" else 0.03}
