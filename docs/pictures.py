@@ -1,11 +1,12 @@
-"""The drawings of README.md and docs/idea.md, as SVG that reads on light and dark pages (`make figures`).
+"""The drawings of pages, as SVG that reads on light and dark ones (`make figures`).
 
-`front` has figures, which come from rows; the others have none.
+`front` and `coder` have figures, which come from rows; the others have none.
 """
 
 import json
 import statistics
 from pathlib import Path
+from typing import NamedTuple
 
 # A card of its own colours lies under each drawing, so a page of either kind may hold it.
 STYLE = """<style>
@@ -26,13 +27,16 @@ text { font: 14px -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; fill:
 FEW, MANY = ("kernels/twell_cuda/bench/h200-few-2026-11-27", "kernels/twell_cuda/bench/h200-2026-11-23")
 DENSITY = "kernels/twell_cuda/bench/h200-density-2026-11-27"
 SMOLLM2, QWEN = "model_cards/smollm2/pretrained.jsonl", "model_cards/qwen2.5-coder-0.5b/rows.jsonl"
-OWN_TEXT, WHOLE = (f"model_cards/qwen2.5-coder-0.5b/{name}.jsonl" for name in ("rows_own_text", "speed"))
-SOURCES = (*(f"{folder}/bench.jsonl" for folder in (FEW, MANY, DENSITY)), SMOLLM2, QWEN, OWN_TEXT, WHOLE)
+OWN_TEXT, WHOLE, WHOLE_CPU = (
+    f"model_cards/qwen2.5-coder-0.5b/{name}.jsonl" for name in ("rows_own_text", "speed", "speed_cpu")
+)
 # Active neurons of 5,632 at which blocks were timed, and the conversions of about that density.
 SMOLLM2_RUNS = {1126: "0.194/350M", 600: "0.098/350M", 298: "0.0475/310M", 120: "0.0195/120M"}
 QWEN_RUNS = {600: "ten-parent-26M", 298: "five-parent-26M"}
 WHOLE_RUN = "union25-half"  # which was timed as a whole model
 TASKS = {"lambada": 0.0, "arc_easy": 0.25, "arc_challenge": 0.25, "hellaswag": 0.25}  # and what guessing scores
+GUESSING = statistics.mean(TASKS.values())
+METRICS = {"lambada_openai": "acc", "arc_easy": "acc", "arc_challenge": "acc_norm", "hellaswag": "acc_norm"}
 
 
 class Drawing:
@@ -136,16 +140,13 @@ def _kept_by_smollm2(root: Path) -> dict[str, float]:
 
 def _kept_by_qwen(root: Path, path: str, control: str) -> dict[str, float]:
     """Of the better of the parent and the dense control, as recipes/study/report.py has it."""
-    metrics = zip(("lambada_openai", *list(TASKS)[1:]), ("acc", "acc", "acc_norm", "acc_norm"), strict=True)
-    metrics = dict(metrics)
-    rows = {row["run"]: row for row in _read(root, path) if "tasks" in row}
+    above = {row["run"]: _mean_of_tasks(row) - GUESSING for row in _read(root, path) if "tasks" in row}
+    best = max(above[name] for name in ("parent", control))
+    return {run: value / best for run, value in above.items()}
 
-    def above_chance(row: dict) -> float:
-        values = [row["tasks"][task][metric]["value"] for task, metric in metrics.items()]
-        return statistics.mean(values) - statistics.mean(TASKS.values())
 
-    best = max(above_chance(rows[name]) for name in ("parent", control))
-    return {run: above_chance(row) / best for run, row in rows.items()}
+def _mean_of_tasks(row: dict) -> float:
+    return statistics.mean(row["tasks"][task][metric]["value"] for task, metric in METRICS.items())
 
 
 def _chart(drawing: Drawing, found: dict[str, list[tuple[float, float, float]]]) -> None:
@@ -184,6 +185,131 @@ def _chart(drawing: Drawing, found: dict[str, list[tuple[float, float, float]]])
     drawing.text(804, 356, "Qwen-Coder-0.5B", "small")
     drawing.text(512, 374, "Speeds: of one block of 2048 x 5632, larger than these models' own.", "soft small")
     drawing.text(512, 390, "Squares: Qwen-Coder as a whole, its GPU time in vLLM.", "soft small")
+
+
+class Point(NamedTuple):
+    """What runs (`side`) which model (`run`), and how fast."""
+
+    side: str
+    run: str
+    tokens_per_s: float
+    gpu_alone: bool = False  # by the GPU's time, without what surrounds it
+
+
+# Of each panel: its title, what was measured, and the step of its axis. Sequences, or tokens of a prompt.
+ON_GPU = (
+    ("vLLM: decode, 1 sequence", ("decode", 1), 500),
+    ("vLLM: decode, 16 sequences", ("decode", 16), 5000),
+    ("vLLM: decode, 64 sequences", ("decode", 64), 20_000),
+    ("vLLM: prefill of 8 x 2,048", ("prefill", 8), 400_000),
+)
+ON_CPU = (("CPU: one sequence, {}", "generate", 10), ("CPU: prompt of 1,024, {}", "prefill", 100))
+
+
+def coder_points(root: Path) -> dict[str, tuple[int, list[Point]]]:
+    """By the title of its panel: the axis's step, and the points. On the CPU each load has the faster data type."""
+    found = {}
+    for title, load, step in ON_GPU:
+        points = []
+        for row in _read(root, WHOLE):
+            if (row.get("measured"), row.get("batch")) == load:
+                run = "parent" if row["engine"] == "parent" else WHOLE_RUN
+                tokens = row["prompt_tokens"] if "prefill" in load else row["batch"]
+                points.append(Point(row["engine"], run, 1e6 * tokens / row["step_us"], gpu_alone=True))
+                points.append(Point(row["engine"], run, statistics.median(row["tokens_per_s"])))
+        found[title] = step, points
+    rows = _read(root, WHOLE_CPU)
+    for title, bench, step in ON_CPU:
+        points = [
+            Point("llama.cpp", "parent", row["tokens_per_s"])
+            for row in rows
+            if row["bench"] == "llama-bench" and bool(row["new_tokens"]) == (bench == "generate")
+        ]
+        fastest = max((row for row in rows if row["bench"] == bench), key=_rates)
+        sides = zip(("kernels on", "kernels off"), _rates(fastest), strict=True)
+        points += [Point(side, fastest["model"], rate) for side, rate in sides]
+        found[title.format(fastest["dtype"])] = step, points
+    return found
+
+
+def _rates(row: dict) -> tuple[float, float]:
+    """Tokens a second on the CPU, with kernels and without."""
+    if row["bench"] == "generate":
+        return row["sparse_tokens_per_s"], row["dense_tokens_per_s"]
+    return 1000 * row["length"] / row["sparse_ms"], 1000 * row["length"] / row["eager_ms"]
+
+
+def coder(root: Path) -> Drawing:
+    """Qwen-Coder's conversions beside their parent: tasks against tokens a second, a panel for each load."""
+    drawing = Drawing(960, 472, "Qwen-Coder's conversions beside their parent: tasks against tokens a second")
+    scores: dict[str, dict] = {}
+    for row in _read(root, QWEN) + _read(root, OWN_TEXT):
+        scores.setdefault(row["run"], {}).update(row)
+    drawing.text(24, 34, "Mean of four tasks (%, upwards), against tokens a second (to the right)", "title")
+    legend = (
+        ("parent", "the parent, stock code"),
+        ("llama.cpp", "the parent in 4 bits, llama.cpp (two runs); the same weights"),
+        ("kernels off", "a conversion, kernels off"),
+        ("kernels on", "a conversion, kernels on"),
+    )
+    for index, (side, told) in enumerate(legend):
+        _mark(drawing, 524, 284 + 22 * index, side)
+        drawing.text(538, 288 + 22 * index, told, "small")
+    _mark(drawing, 734, 328, "kernels on")
+    drawing.text(748, 332, "filled: end to end, by the clock", "small")
+    _mark(drawing, 734, 350, "kernels on", hollow=True)
+    drawing.text(748, 354, "hollow: by the GPU's time alone", "small")
+    for index, told in enumerate(
+        (
+            f"GPU: H200, bfloat16, {WHOLE_RUN}; end to end is the median of three.",
+            "CPU: two cores of an EPYC; union40-half-57M, in its faster data type.",
+            "Tasks: LAMBADA, ARC-easy (acc), ARC-challenge, HellaSwag (acc_norm).",
+            f"The axis begins at what guessing scores, {100 * GUESSING:.2f} %.",
+        )
+    ):
+        drawing.text(516, 384 + 19 * index, told, "soft small")
+    for index, (title, (step, points)) in enumerate(coder_points(root).items()):
+        _panel(drawing, 52 + 232 * (index % 4), 80 + 208 * (index // 4), title, step, points, scores)
+    return drawing
+
+
+def _panel(
+    drawing: Drawing, left: float, top: float, title: str, step: int, points: list[Point], scores: dict[str, dict]
+) -> None:
+    width, height, most = 196, 130, 1.06 * max(point.tokens_per_s for point in points)
+
+    def place(tokens_per_s: float, mean: float) -> tuple[float, float]:
+        return left + width * tokens_per_s / most, top + height * (1 - (mean - GUESSING) / (0.45 - GUESSING))
+
+    drawing.text(left, top - 12, title, "small")
+    for mean in (0.2, 0.3, 0.4):
+        y = place(0, mean)[1]
+        drawing.line([(left, y), (left + width, y)], "rule")
+        drawing.text(left - 6, y + 4, f"{100 * mean:.0f}", "soft small", "end")
+    drawing.line([(left, top), (left, top + height), (left + width, top + height)], "rule")
+    for tokens_per_s in range(0, int(most) + 1, step):
+        drawing.text(place(tokens_per_s, 0)[0], top + height + 16, f"{tokens_per_s:,}", "soft small", "middle")
+    drawing.text(left + width / 2, top + height + 33, "tokens a second", "soft small", "middle")
+    for run in dict.fromkeys(point.run for point in points):
+        y = place(0, _mean_of_tasks(scores[run]))[1]
+        solved = 100 * scores[run]["written"]["humaneval_instruct"]["pass@1,create_test"]["value"]
+        name = "parent" if run == "parent" else f"{100 * scores[run]['training']['density']:.0f} % active"
+        drawing.text(left + 5, y + (-10 if run == "parent" else 35), f"{name}: HumanEval {solved:.0f} %", "small")
+    order = ("llama.cpp", "parent", "kernels off", "kernels on")  # the last is the smallest, and lies above
+    for point in sorted(points, key=lambda point: order.index(point.side)):
+        x, y = place(point.tokens_per_s, _mean_of_tasks(scores[point.run]))
+        _mark(drawing, x, y, point.side, point.gpu_alone)
+
+
+def _mark(drawing: Drawing, x: float, y: float, side: str, hollow: bool = False) -> None:
+    kind = {"kernels on": "a", "kernels off": "b"}.get(side, "c")
+    kind = f"line l{kind}" if hollow else kind
+    if side == "kernels off":
+        drawing.box(x - 5, y - 5, 10, 10, kind)
+    elif side == "llama.cpp":
+        drawing.line([(x - 6, y + 6), (x, y - 6), (x + 6, y + 6)], kind)
+    else:
+        drawing.dot(x, y, 4, kind)
 
 
 def twell() -> Drawing:
@@ -261,7 +387,7 @@ def hybrid() -> Drawing:
 
 def draw(root: Path, folder: Path) -> list[Path]:
     """Every drawing, from the rows under `root`, into `folder`."""
-    drawings = {"front": front(root), "twell": twell(), "union": union(), "hybrid": hybrid()}
+    drawings = {"front": front(root), "coder": coder(root), "twell": twell(), "union": union(), "hybrid": hybrid()}
     for name, drawing in drawings.items():
         (folder / f"{name}.svg").write_text(str(drawing))
     return [folder / f"{name}.svg" for name in drawings]
