@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from hf_twell.dispatch.limits import limit
 from hf_twell.evaluation.sandbox import CPU_SECONDS, MEMORY_BYTES, WALL_SECONDS
@@ -26,6 +26,7 @@ CUDA_EXPERTS = "kernels/twell_cuda/bench/h200-experts-2026-11-28/rows.jsonl"
 MIXTURE = "model_cards/experts/rows.jsonl"
 DENSE_STEPS = ("eager", "compiled", "dense_ffn")
 MANY_EXPERTS = "kernels/twell_cuda/bench/h200-experts-2026-11-29/rows.jsonl"
+OTHER_EXPERTS = "kernels/twell_cuda/bench/h200-experts-2026-11-29/shapes.jsonl"
 EXPERTS_IN_VLLM = "kernels/twell_cuda/bench/h200-experts-2026-11-29/vllm.jsonl"
 EXPERTS = "kernels/twell_cpu/bench/xeon-experts-2026-11-28/bench.jsonl"
 SMOLLM2, STUDY = "model_cards/smollm2/pretrained.jsonl", "model_cards/study/study.jsonl"
@@ -1010,7 +1011,9 @@ def experts() -> Entries:
             of["grouped_mm_ms"] / of["sparse_ms"],
         )
 
-    for both in zip(*(rows(CUDA_EXPERTS, hidden=hidden) for hidden in (2048, 4096)), strict=True):
+    pairs = [zip(*(rows(CUDA_EXPERTS, hidden=hidden) for hidden in (2048, 4096)), strict=True)]
+    pairs += [zip(*(rows(OTHER_EXPERTS, hidden=hidden) for hidden in (2048, 5120)), strict=True)]
+    for both in chain(*pairs):
         text = f"| {{}} |{' {:.1f} % | {:.0f} µs | {:.0f} µs | {:.2f}x |' * 2}"
         shown = [
             (100 * of["density"], 1000 * of["compiled_ms"], 1000 * of["sparse_ms"], of["compiled_ms"] / of["sparse_ms"])
