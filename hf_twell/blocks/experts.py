@@ -89,10 +89,10 @@ class SparseExperts(SparseBlock):
         form, recent, on_cpu = self.twell.form, self.twell_state.pairs, key.device == "cpu"
         if on_cpu or not key.asked:
             recent.look(len(form.tokens(self, x)), routing, form.weights(self)[0])
-        faster = self._kernels_pay(key)
-        if faster or (on_cpu and not form.transposed):
+        faster, weight = self._kernels_pay(key), self._parameters[form.settled]
+        if faster or (on_cpu and by_column(weight)):
             density = 0.0 if form.transposed else recent.density  # kernels read gate and up alike at every density
-            settle_down(self, self._parameters[form.settled], x, density)
+            settle_down(self, weight, x, density)
         return faster and self._kernels_read(key)
 
     def _kernels_pay(self, key: CallKey) -> bool:

@@ -11,6 +11,7 @@ Without that, Transformers and other engines refuse the unknown type and do not 
 
 import functools
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -116,6 +117,18 @@ class TwellBlocks(StockModel):
         for layer in decoder_of(self).layers:
             for path in {name for name, _ in layer.named_modules()}.intersection(paths):
                 layer.set_submodule(path, ACT2FN[text_config.ffn_act])
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **options: Any) -> Any:
+        """Tensors may have the names of a checkpoint, too, where an expert has its own: `Trainer` passes those of its
+        files when it resumes and when it loads the best one, and would leave all of another name as they are."""
+        if not state_dict.keys() <= self.state_dict().keys():
+            loaded, about = type(self).from_pretrained(
+                None, config=self.config, state_dict=dict(state_dict), output_loading_info=True
+            )
+            unknown = {name: state_dict[name] for name in about["unexpected_keys"]}
+            state_dict = {name: of for name, of in loaded.state_dict().items() if name not in about["missing_keys"]}
+            state_dict |= unknown
+        return super().load_state_dict(state_dict, *args, **options)
 
     @classmethod
     def is_custom_code(cls) -> bool:

@@ -187,6 +187,8 @@ def folder_card(
     if config.get("twell") is None:
         raise ValueError(f"{folder} is no sparse model (its config has no twell entry); convert it: hf-twell sparsify")
     check_checkpoint(folder)
+    if (activation := (sparsity or {}).get("activation", "relu")) != "relu":
+        raise ValueError(f"the figures of sparsity are of a model with {activation}: run hf-twell inspect on {folder}")
     record = training_record(folder)
     with one_line_errors(f"the figures that are given, or recorded in {folder}, make no card"):
         density = mean_density(sparsity or measured_sparsity(record["measured"]), config)

@@ -159,6 +159,11 @@ class Recipe:
         if self.relu or any(value is not None for value in (self.l1_weight, self.target_density, self.target_union)):
             schedule = {key: value for key, value in self.sparsity.items() if key != "revive_after"}
             check_schedule(**{**schedule, "warmup_steps": self.warmup_steps or 0})
+        if self.share is not None and self.share > self.sequence_length:
+            raise ValueError(
+                f"share is {self.share}, more tokens than a sequence has; give at most sequence_length, "
+                f"{self.sequence_length}"
+            )
         if self.assistant_only_loss:
             for name in (name for text in (self.train, self.heldout) for name in _names_in(text)):
                 if Path(name).suffix not in ROW_FILES:

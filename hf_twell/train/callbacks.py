@@ -236,6 +236,8 @@ class SparsityCallback(TrainerCallback):
         saved = read_state(resumed) if resumed else {}
         self._told, self._begun, self._density = set(), step, None
         self.penalty.report()  # what a run that broke off left uncounted
+        if self.parent_loss is None:
+            self.parent_loss = saved.get("parent_loss")
         if self.target is not None:
             self.controller = DensityController(
                 getattr(self, self.target),
@@ -245,7 +247,8 @@ class SparsityCallback(TrainerCallback):
                 l1_bounds=self.l1_bounds,
             )
             self.penalty.layer_weights = None
-            if saved.get("controller") and self.target in saved:  # else it knows shares of another kind
+            kind = [(of.get("term"), of.get("share")) for of in (saved, self.schedule())]
+            if saved.get("controller") and self.target in saved and kind[0] == kind[1]:  # else it has others' weights
                 self.controller.load_state(saved["controller"], self.penalty.device)
                 self.penalty.layer_weights = self.controller.weights()
         if self.revival is not None:
@@ -305,6 +308,8 @@ class SparsityCallback(TrainerCallback):
         record_base(self.trainer.accelerator.unwrap_model(self.trainer.model), folder)
         if self.revival is not None:
             save_file(self.revival.state(), folder / IDLE_NAME)
+        if self.parent_loss is not None:
+            self.checkpoints.state["parent_loss"] = self.parent_loss
         if self.controller is not None:
             self.checkpoints.state["controller"] = self.controller.state()
 

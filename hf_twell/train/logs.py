@@ -110,11 +110,14 @@ def warn_of_miss(controller: DensityController, ffns: list[SparseBlock], *, targ
     names = [f"{ffns[layer].twell.name} {density:.2%}" for layer, density in missed.items()]
     if controller.layer_shares == "free":
         names = [f"the layers' mean is {sum(missed.values()) / len(missed):.2%}"]
+    denser = sum(missed.values()) / len(missed) > controller.target_density
+    longer = "more steps, a higher learning rate or another warmup_steps"
     logger.warning(
-        "%s=%g was missed by more than a tenth: %s; give more steps, a higher learning rate or another warmup_steps",
+        "%s=%g was missed by more than a tenth: %s; give %s",
         target,
         controller.target_density,
         ", ".join(names),
+        longer if denser else "a lower learning rate or more steps",
     )
 
 

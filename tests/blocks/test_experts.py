@@ -87,6 +87,16 @@ def test_a_sparse_model_goes_by_kernels_and_a_denser_one_does_not():
         assert blocks_on_kernels(dense, ids()) == 0
 
 
+def test_experts_too_small_for_kernels_keep_their_memory_order():
+    """Grouped matmuls are slower where down lies by columns."""
+    model = sparsify(sparse_mixture())
+    for _ in range(3):
+        logits(model)
+    experts = model.model.layers[0].mlp.experts
+    assert experts.twell_state.pairs.density < 0.1
+    assert experts.down_proj.is_contiguous()
+
+
 @pytest.mark.parametrize(
     ("name", "weight"), [("olmoe", "0.mlp.experts.down_proj"), ("llama4_text", "1.feed_forward.experts.gate_up_proj")]
 )

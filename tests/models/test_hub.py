@@ -551,6 +551,7 @@ def test_a_card_that_was_asked_for_outlasts_the_callback(tmp_path, told):
 def test_figures_of_another_model_are_refused(sparse, tmp_path, error_line):
     for name, content, message in (
         ("layers", json.dumps(figures_of_sparsity(3)), "of 3 layers, the model has 4"),
+        ("dense", json.dumps({**figures_of_sparsity(4), "activation": "silu"}), "of a model with silu: run"),
         ("scores", json.dumps(figures_of_scores()), "no figures of sparsity"),
         ("text", "none", "is no JSON"),
         ("list", "[]", "holds no JSON object"),

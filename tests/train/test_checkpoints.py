@@ -55,6 +55,11 @@ def make_trainer(folder, *before, l1_weight=0.5, **arguments) -> Trainer:
     return trainer
 
 
+def parent_loss_of(trainer) -> float | None:
+    callbacks = trainer.callback_handler.callbacks
+    return next(callback for callback in callbacks if isinstance(callback, SparsityCallback)).parent_loss
+
+
 class AtSave(TrainerCallback):
     """Does something when the trainer has written its part of a checkpoint, and ours is still missing."""
 
@@ -119,7 +124,7 @@ def test_state_is_written_last(whole_run):
         assert max(times.values()) == times[STATE_NAME]
         assert not [name for name in times if "partial" in name]
         state = {"step": int(folder.name[11:]), "l1_weight": 0.5, "warmup_steps": WARMUP_STEPS, "warmup": "linear"}
-        assert read_state(folder) == state
+        assert read_state(folder) == state | {"parent_loss": parent_loss_of(trainer)}
     assert last_checkpoint(trainer.args.output_dir) == str(folders[0])
 
 
@@ -227,6 +232,13 @@ def test_a_changed_schedule_is_told(torn, caplog):
     messages = [record.getMessage() for record in caplog.records if "trained with" in record.getMessage()]
     assert len(messages) == 1
     assert "l1_weight=0.5 and goes on with 0.25" in messages[0]
+
+
+def test_a_resumed_run_knows_its_parents_loss(torn, whole_run):
+    """Which only a run's first step can measure."""
+    trainer = make_trainer(torn, max_steps=4)
+    trainer.train(resume_from_checkpoint=True)
+    assert parent_loss_of(trainer) == parent_loss_of(whole_run[0]) > 0
 
 
 def test_a_run_without_the_callback_is_told_apart(torn, caplog):

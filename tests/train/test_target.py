@@ -8,9 +8,10 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_twell import L1Penalty, SparsityCallback, sparsify
-from hf_twell.blocks.modeling import BlockSizes
+from hf_twell.blocks.modeling import BlockSizes, sparse_ffns
 from hf_twell.files.checkpoints import read_state
 from hf_twell.train.controller import DensityController
+from hf_twell.train.logs import warn_of_miss
 from hf_twell.train.step_counts import StepCounts
 from tests.conftest import tiny_llama, training_rows
 from tests.paths import ROOT
@@ -190,6 +191,15 @@ def test_a_run_that_misses_its_target_says_so(tmp_path, caplog, shares, where):
     (line,) = [record.getMessage() for record in caplog.records if "was missed" in record.getMessage()]
     assert re.match(f"target_density=0.001 was missed by more than a tenth: {where}", line)
     assert "shorter" not in line, "what is said of a layer at its bound asks for a longer warm-up"
+    assert "a higher learning rate" in line
+
+
+def test_a_run_that_went_too_far_is_told_the_other_way(caplog):
+    controller, ffns = DensityController(0.9, steps=10), sparse_ffns(sparsify(tiny_llama()))
+    for _ in range(10):
+        controller.update(torch.tensor([0.5, 0.6]), torch.tensor([20.0, 20.0]), 1.0)
+    warn_of_miss(controller, ffns, target="target_density")
+    assert "; give a lower learning rate or more steps" in caplog.text
 
 
 def bound_lines(caplog) -> list[str]:

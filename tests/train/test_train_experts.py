@@ -7,6 +7,7 @@ import tempfile
 import pytest
 import torch
 from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, Trainer
 
 from hf_twell import L1Penalty, SparsityCallback, measure_sparsity, sparsify
 from hf_twell.blocks.architectures import find_ffns
@@ -241,8 +242,6 @@ def union_by_hand(name: str) -> float:
 
 def test_trains_with_a_target_and_saves(tmp_path):
     """A few steps: the density goes down, and what is saved loads as a stock model."""
-    from transformers import AutoModelForCausalLM
-
     model = sparsify(mixture("qwen2_moe"))
     options = {"max_steps": 30, "logging_steps": 10, "learning_rate": 3e-3}
     trainer = make_trainer(tmp_path, model=model, term={"target_density": 0.1, "warmup_steps": 10}, **options)
@@ -252,6 +251,33 @@ def test_trains_with_a_target_and_saves(tmp_path):
     trainer.save_model(tmp_path / "model")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     torch.testing.assert_close(loaded(**pad(rows())).logits, model.eval()(**pad(rows())).logits)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "olmoe", "qwen2_moe", "qwen3_next"])
+def test_a_checkpoints_experts_come_back(name, tmp_path):
+    """Trainer gives the model a file's tensors by their names there, where each expert has its own."""
+    options = {"max_steps": 4, "learning_rate": 1e-2, "save_strategy": "steps", "save_steps": 2}
+
+    def run(resume=None, **more):
+        model, term = sparsify(mixture(name)), {"l1_weight": 0.1}
+        trainer = make_trainer(
+            tmp_path, functools.partial(Trainer, eval_dataset=rows()), model, pad, term, **options, **more
+        )
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer.model
+
+    whole = run()
+    assert_same_model(run(resume=tmp_path / "checkpoint-2"), whole)
+    highest = {"metric_for_best_model": "eval_loss", "greater_is_better": True}  # so not that of the last step
+    best = run(load_best_model_at_end=True, eval_strategy="steps", eval_steps=2, **highest)
+    assert_same_model(best, AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-2"))
+    with pytest.raises(RuntimeError, match=r"Unexpected key\(s\) in state_dict: \"other\""):
+        best.load_state_dict({**best.state_dict(), "other": torch.zeros(1)})
+
+
+def assert_same_model(model, wanted):
+    tensors = wanted.state_dict()
+    assert [key for key, tensor in model.state_dict().items() if not torch.equal(tensor, tensors[key])] == []
 
 
 @pytest.mark.parametrize("chosen", [{"l1_weight": 1e-3, "revive_after": 100}])
