@@ -247,8 +247,9 @@ class SparsityCallback(TrainerCallback):
                 l1_bounds=self.l1_bounds,
             )
             self.penalty.layer_weights = None
-            kind = [(of.get("term"), of.get("share")) for of in (saved, self.schedule())]
-            if saved.get("controller") and self.target in saved and kind[0] == kind[1]:  # else it has others' weights
+            now = self.schedule()
+            same = self.target in saved and all(saved.get(key) == now.get(key) for key in ("term", "share"))
+            if saved.get("controller") and same:  # else it has others' weights
                 self.controller.load_state(saved["controller"], self.penalty.device)
                 self.penalty.layer_weights = self.controller.weights()
         if self.revival is not None:

@@ -108,16 +108,16 @@ def warn_of_miss(controller: DensityController, ffns: list[SparseBlock], *, targ
     if not missed:
         return
     names = [f"{ffns[layer].twell.name} {density:.2%}" for layer, density in missed.items()]
+    mean = sum(missed.values()) / len(missed)
     if controller.layer_shares == "free":
-        names = [f"the layers' mean is {sum(missed.values()) / len(missed):.2%}"]
-    denser = sum(missed.values()) / len(missed) > controller.target_density
+        names = [f"the layers' mean is {mean:.2%}"]
     longer = "more steps, a higher learning rate or another warmup_steps"
     logger.warning(
         "%s=%g was missed by more than a tenth: %s; give %s",
         target,
         controller.target_density,
         ", ".join(names),
-        longer if denser else "a lower learning rate or more steps",
+        longer if mean > controller.target_density else "a lower learning rate or more steps",
     )
 
 
