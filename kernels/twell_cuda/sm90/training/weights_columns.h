@@ -6,15 +6,44 @@
 
 namespace twell::sm90 {
 
-constexpr int kRunBlocks = 4;       // blocks of tokens whose neurons are multiplied together
-constexpr int kRangeNeurons = 512;  // whose sums a thread block keeps
+constexpr int kRunBlocks = 4, kRunSteps = 2 * kRunBlocks;  // blocks of tokens multiplied together, and half blocks
+constexpr int kMostNeurons = 256;                          // of a product
+constexpr int kRangeNeurons = 512;                         // whose sums a thread block keeps
 
-// Neurons of a range that a run of tokens activates.
+// The order of neurons: first those that many runs activate, the steady ones; both parts ascend.
+struct Order {
+  int steady;  // how many
+  int taken;   // items that thread blocks of the product have taken beyond their first
+};
+
+// Neurons are cut into ranges in that order, the steady ones into such as one product takes.
+struct Range {
+  int first, size;
+  bool steady;
+};
+struct Ranges {
+  int steady_neurons, width, steady, count;
+  __device__ __forceinline__ Ranges(int steady_of_all, int of_all)
+      : steady_neurons(steady_of_all),
+        width(of_all),
+        steady((steady_of_all + kMostNeurons - 1) / kMostNeurons),
+        count(steady + (of_all - steady_of_all + kRangeNeurons - 1) / kRangeNeurons) {}
+  __device__ __forceinline__ Range at(int index) const {
+    if (index < steady) return {index * kMostNeurons, min(kMostNeurons, steady_neurons - index * kMostNeurons), true};
+    const int first = steady_neurons + (index - steady) * kRangeNeurons;
+    return {first, min(kRangeNeurons, width - first), false};
+  }
+};
+inline int most_ranges(const Ffn& ffn) { return (ffn.width + kMostNeurons - 1) / kMostNeurons + 1; }
+inline int count_runs(int64_t blocks) { return static_cast<int>((blocks + kRunBlocks - 1) / kRunBlocks); }
+
+// Neurons of a range that a run of tokens activates; of a range of steady neurons all.
 struct alignas(16) RunList {
   int count, unused[3];
   uint32_t entries[kRangeNeurons];  // the neuron's place in its range; from bit 16 on a bit for each half block
+  uint16_t neurons[kRangeNeurons];
 };
-static_assert(2 * kRunBlocks <= 16);
+static_assert(kRunSteps <= 16 && sizeof(RunList) % 16 == 0);
 
 // (blocks, F, 2 halves, 64) of h, dg and du, the last null without a gate.
 struct ValueColumns {
@@ -24,12 +53,17 @@ struct ValueColumns {
 };
 
 struct WeightScratch {
-  RunList* lists;  // (ranges, runs)
-  float* sums;     // of each thread block
+  Order* order;
+  uint16_t* neurons;  // (F), in that order
+  RunList* lists;     // (ranges, runs)
+  float* sums;        // of each thread block
 };
 
 // Of chunks of so many blocks.
 void place_weights(const Ffn&, int64_t blocks, const Device&, Cutter&, WeightScratch*);
+// Of a chunk, ahead of launch_weights_of_columns. The order lets others start when it has waited for all before it.
+cudaError_t launch_weights_order(const Ffn&, const Chunk&, const WeightScratch&, cudaStream_t);
+cudaError_t launch_weights_lists(const Ffn&, const Chunk&, const WeightScratch&, cudaStream_t);
 // dWd, dWg and dWu, of those that are wanted. `adds`: to what the gradients hold already; else that is not read.
 cudaError_t launch_weights_of_columns(const Ffn&, const Chunk&, const ValueColumns&, bool adds, const Gradients&,
                                       const WeightScratch&, const Device&, cudaStream_t);
