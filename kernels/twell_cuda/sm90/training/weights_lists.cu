@@ -63,8 +63,7 @@ __global__ void __launch_bounds__(kOrderThreads)
 
 // A thread block for a run and a range, a thread for each neuron.
 __global__ void __launch_bounds__(kRangeNeurons)
-    list_kernel(const Active active, int width, int runs, const Order* order, const uint16_t* neurons,
-                RunList* lists) {
+    list_kernel(const Active active, int width, int runs, const Order* order, const uint16_t* neurons, RunList* lists) {
 #if defined(TWELL_SM90_DEVICE)
   __shared__ int warp_counts[kRangeNeurons / 32];
   launch_dependents();
