@@ -3,8 +3,8 @@
 // Of a run of tokens only the neurons that it activates are multiplied, side by side; where these are differ from run
 // to run. So the sums of a run leave the tensor cores' registers, and are added to fp32 sums that a thread block keeps
 // in L2: of 512 neurons by 128 hidden units, for all runs in turn. Adding costs as much as the run's products. So
-// neurons that about half of the runs or more activate, the steady ones, are multiplied with all tokens, and added
-// once. Hidden units are the product's rows and neurons its columns, which may be any multiple of 32.
+// neurons that more than half of the runs activate, the steady ones, are multiplied with all tokens, and added once.
+// Hidden units are the product's rows and neurons its columns, which may be any multiple of 32.
 //
 // A persistent thread block of three warpgroups an SM: the first fetches, the other two multiply 64 hidden units each.
 // A warp alone adds to its part of the sums, so that their order is fixed, whichever thread block takes an item.
@@ -58,16 +58,12 @@ struct Tile {
   int hidden;
 };
 
-// Thread blocks that run at once share ranges of neurons, and the rows of all tokens. Steady ranges, which take equally
-// long, come first.
+// Thread blocks that run at once share ranges of neurons, and the rows of all tokens. Steady ranges come last: they
+// take equally long, but for the last, which may be a small one.
 __device__ __forceinline__ Tile tile_at(const Arguments& a, const Ranges& ranges, int item) {
-  const int steady_items = a.count * a.slices * ranges.steady;
-  const bool steady = item < steady_items;
-  const int of_product = a.slices * (steady ? ranges.steady : ranges.count - ranges.steady);
-  const int from = steady ? item : item - steady_items, p = from / of_product, at = from - p * of_product;
+  const int slice = item % a.slices, p = item / a.slices % a.count, range = item / a.slices / a.count;
   const Product product = p == 0 ? a.products[0] : p == 1 ? a.products[1] : a.products[2];
-  const int range = at / a.slices + (steady ? 0 : ranges.steady);
-  return {product, ranges.at(range), a.scratch.lists + static_cast<int64_t>(range) * a.runs, at % a.slices * kHidden};
+  return {product, ranges.at(range), a.scratch.lists + static_cast<int64_t>(range) * a.runs, slice * kHidden};
 }
 
 // How a run's neurons are cut into products: equally wide ones. At least one, so that stages and lists keep in step.
@@ -305,7 +301,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   launch_dependents();
   wait_for_previous();
   __syncthreads();
-  const Ranges ranges(__ldcg(&a.scratch.order->steady), a.width);
+  const Ranges ranges(__ldcg(&a.scratch.order->others), a.width);
   const Ring ring(c.full, c.empty, kStages);
   if (threadIdx.x < kFetchers) {
     give_registers<kFetchRegisters>();

@@ -10,9 +10,9 @@ constexpr int kRunBlocks = 4, kRunSteps = 2 * kRunBlocks;  // blocks of tokens m
 constexpr int kMostNeurons = 256;                          // of a product
 constexpr int kRangeNeurons = 512;                         // whose sums a thread block keeps
 
-// The order of neurons: first those that many runs activate, the steady ones; both parts ascend.
+// The order of neurons: last come the steady ones, which more than half of the runs activate; both parts ascend.
 struct Order {
-  int steady;  // how many
+  int others;  // how many come first
   int taken;   // items that thread blocks of the product have taken beyond their first
 };
 
@@ -22,16 +22,16 @@ struct Range {
   bool steady;
 };
 struct Ranges {
-  int steady_neurons, width, steady, count;
-  __device__ __forceinline__ Ranges(int steady_of_all, int of_all)
-      : steady_neurons(steady_of_all),
-        width(of_all),
-        steady((steady_of_all + kMostNeurons - 1) / kMostNeurons),
-        count(steady + (of_all - steady_of_all + kRangeNeurons - 1) / kRangeNeurons) {}
+  int other_neurons, width, others, count;
+  __device__ __forceinline__ Ranges(int others_of_all, int all)
+      : other_neurons(others_of_all),
+        width(all),
+        others((others_of_all + kRangeNeurons - 1) / kRangeNeurons),
+        count(others + (all - others_of_all + kMostNeurons - 1) / kMostNeurons) {}
   __device__ __forceinline__ Range at(int index) const {
-    if (index < steady) return {index * kMostNeurons, min(kMostNeurons, steady_neurons - index * kMostNeurons), true};
-    const int first = steady_neurons + (index - steady) * kRangeNeurons;
-    return {first, min(kRangeNeurons, width - first), false};
+    const bool steady = index >= others;
+    const int first = steady ? other_neurons + (index - others) * kMostNeurons : index * kRangeNeurons;
+    return {first, steady ? min(kMostNeurons, width - first) : min(kRangeNeurons, other_neurons - first), steady};
   }
 };
 inline int most_ranges(const Ffn& ffn) { return (ffn.width + kMostNeurons - 1) / kMostNeurons + 1; }

@@ -9,7 +9,6 @@ namespace twell::sm90 {
 namespace {
 
 constexpr int kOrderThreads = 1024, kMostWords = 65'536 / 32;
-constexpr int kAddSteps = 9;  // steps of a neuron's products that take as long as adding its sums of a run
 
 __device__ __forceinline__ int steps_of(const Active& active, int run) {
   return 2 * min(kRunBlocks, active.blocks - run * kRunBlocks);
@@ -40,7 +39,7 @@ __global__ void __launch_bounds__(kOrderThreads)
         if (lane == bit) active_runs += count;
       }
     }
-    const bool steady = word * 32 + lane < width && active_runs * (kRunSteps + kAddSteps) > runs * kRunSteps;
+    const bool steady = word * 32 + lane < width && 2 * active_runs > runs;
     const uint32_t all_steady = __ballot_sync(~0u, steady);
     if (lane == 0) steady_words[word] = all_steady;
   }
@@ -50,14 +49,15 @@ __global__ void __launch_bounds__(kOrderThreads)
   int count = 0;
   for (int word = begin; word < end; ++word) count += __popc(steady_words[word]);
   const ThreadSums sums = sum_threads<kOrderThreads>(count, warp, lane, warp_sums, 1);
-  int next_steady = sums.before, next_other = sums.all + begin * 32 - sums.before;
+  const int others = width - sums.all;
+  int next_steady = others + sums.before, next_other = begin * 32 - sums.before;
   for (int word = begin; word < end; ++word) {
     const uint32_t steady = steady_words[word];
     for (int neuron = word * 32; neuron < min(word * 32 + 32, width); ++neuron) {
       neurons[steady >> neuron % 32 & 1 ? next_steady++ : next_other++] = static_cast<uint16_t>(neuron);
     }
   }
-  if (threadIdx.x == 0) *order = {sums.all, 0};
+  if (threadIdx.x == 0) *order = {others, 0};
 #endif
 }
 
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kRangeNeurons)
   launch_dependents();
   wait_for_previous();
   const int index = static_cast<int>(blockIdx.x) / runs, run = static_cast<int>(blockIdx.x) % runs;
-  const Ranges ranges(__ldcg(&order->steady), width);
+  const Ranges ranges(__ldcg(&order->others), width);
   if (index >= ranges.count) return;
   const Range range = ranges.at(index);
   const int place = threadIdx.x, lane = place % 32, warp = place / 32, steps = steps_of(active, run);
