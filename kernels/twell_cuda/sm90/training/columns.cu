@@ -118,12 +118,11 @@ cudaError_t columns_backward(const Ffn& ffn, const Transposition& down, const Te
     Chunk of_gradients = chunk;
     of_gradients.active.columns = b.columns.gate;
     of_gradients.active.ups = b.columns.up;
-    if (products) TWELL_RETURN_IF_ERROR(launch_weights_order(ffn, chunk, b.weights, stream));
-    // Beside the order, which takes one SM and has waited for all that came before.
+    if (products) TWELL_RETURN_IF_ERROR(launch_weights_lists(ffn, chunk, b.weights, stream));
+    // Beside the lists, which take little and have waited for all that came before.
     if (chunk.first == 0 && down.from != nullptr) {
       TWELL_RETURN_IF_ERROR(transpose(down, products ? Start::kBeside : Start::kAfter, stream));
     }
-    if (products) TWELL_RETURN_IF_ERROR(launch_weights_lists(ffn, chunk, b.weights, stream));
     TWELL_RETURN_IF_ERROR(launch_dh(ffn, chunk, terms, gradients.dy, b.columns, device, stream));
     if (gradients.x != nullptr) TWELL_RETURN_IF_ERROR(launch_dx(ffn, of_gradients, gradients, device, stream));
     if (!weights) continue;

@@ -343,6 +343,7 @@ cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const ValueColumns& value
 
 void place_weights(const Ffn& ffn, int64_t blocks, const Device& device, Cutter& cutter, WeightScratch* scratch) {
   cutter.cut(scratch->order, sizeof(Order));
+  cutter.cut(scratch->steady_words, int64_t{(ffn.width + 31) / 32} * 4);
   cutter.cut(scratch->neurons, int64_t{ffn.width} * 2);
   cutter.cut(scratch->lists, int64_t{count_runs(blocks)} * most_ranges(ffn) * static_cast<int64_t>(sizeof(RunList)));
   cutter.cut(scratch->sums, int64_t{device.sm_count} * kSumsOfBlock * 4);

@@ -54,15 +54,15 @@ struct ValueColumns {
 
 struct WeightScratch {
   Order* order;
-  uint16_t* neurons;  // (F), in that order
-  RunList* lists;     // (ranges, runs)
-  float* sums;        // of each thread block
+  uint32_t* steady_words;  // a bit for each neuron
+  uint16_t* neurons;       // (F), in that order
+  RunList* lists;          // (ranges, runs)
+  float* sums;             // of each thread block
 };
 
 // Of chunks of so many blocks.
 void place_weights(const Ffn&, int64_t blocks, const Device&, Cutter&, WeightScratch*);
-// Of a chunk, ahead of launch_weights_of_columns. The order lets others start when it has waited for all before it.
-cudaError_t launch_weights_order(const Ffn&, const Chunk&, const WeightScratch&, cudaStream_t);
+// Of a chunk, ahead of launch_weights_of_columns. Lets others start when it has waited for all before it.
 cudaError_t launch_weights_lists(const Ffn&, const Chunk&, const WeightScratch&, cudaStream_t);
 // dWd, dWg and dWu, of those that are wanted. `adds`: to what the gradients hold already; else that is not read.
 cudaError_t launch_weights_of_columns(const Ffn&, const Chunk&, const ValueColumns&, bool adds, const Gradients&,
