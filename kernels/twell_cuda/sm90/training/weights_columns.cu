@@ -88,29 +88,35 @@ __device__ __forceinline__ void fetch(const Arguments& a, const Ranges& ranges, 
   const int items = a.count * a.slices * ranges.count;
   const uint32_t stages = smem_address(shared), place = 2 * kPartBytes + row * kHalfBytes + ((chunk ^ (row & 7)) << 4);
   // The list that is the number-th here, of an item's run.
-  const auto request = [&](int item, int run, int number) {
+  const auto request = [&](int item, const RunList* list, int number) {
     uint64_t* const listed = c.listed + number % kLists;
-    c.items[number % kLists] = item < items ? item : -1;
-    if (item < items) {
-      barrier_arrive_expect(listed, sizeof(RunList));
-      load_bytes(c.lists + number % kLists, tile_at(a, ranges, item).lists + run, sizeof(RunList), listed);
-    } else {
-      barrier_arrive(listed);
-    }
+    c.items[number % kLists] = item;
+    barrier_arrive_expect(listed, sizeof(RunList));
+    load_bytes(c.lists + number % kLists, list, sizeof(RunList), listed);
   };
-  if (thread == 0) request(blockIdx.x, 0, 0);
+  const auto request_first = [&](int item, int number) {
+    if (item < items) return request(item, tile_at(a, ranges, item).lists, number);
+    c.items[number % kLists] = -1;
+    barrier_arrive(c.listed + number % kLists);
+  };
+  if (thread == 0) request_first(blockIdx.x, 0);
   for (int number = 0;;) {
     barrier_wait(c.listed + number % kLists, number / kLists & 1);
     const int item = c.items[number % kLists];
     if (item < 0) break;
-    const int next = thread == 0 ? static_cast<int>(gridDim.x) + atomicAdd(&a.scratch.order->taken, 1) : 0;
     const Tile tile = tile_at(a, ranges, item);
     const CUtensorMap* const rows = tile.product.of_dy ? dy_map : x_map;
     const char* const columns = static_cast<const char*>(tile.product.columns);
+    int next = 0;
     for (int run = 0; run < a.runs; ++run, ++number) {
       if (thread == 0) {
-        const bool last = run + 1 == a.runs;
-        request(last ? next : item, last ? 0 : run + 1, number + 1);
+        // Taken near the end, so that whoever is through first takes it, but a run before it is needed.
+        if (run == max(a.runs - 2, 0)) next = static_cast<int>(gridDim.x) + atomicAdd(&a.scratch.order->taken, 1);
+        if (run + 1 < a.runs) {
+          request(item, tile.lists + run + 1, number + 1);
+        } else {
+          request_first(next, number + 1);
+        }
       }
       const RunList& list = c.lists[number % kLists];
       barrier_wait(c.listed + number % kLists, number / kLists & 1);
