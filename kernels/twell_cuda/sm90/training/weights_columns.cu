@@ -58,12 +58,14 @@ struct Tile {
   int hidden;
 };
 
-// Thread blocks that run at once share ranges of neurons, and the rows of all tokens. Steady ranges come last: they
-// take equally long, but for the last, which may be a small one.
+// Thread blocks that run at once share ranges of neurons, and the rows of all tokens; those of x or of dy alone while
+// their sums fill L2. Steady ranges come last, and take equally long, but for the last one, which may be a small one.
 __device__ __forceinline__ Tile tile_at(const Arguments& a, const Ranges& ranges, int item) {
-  const int slice = item % a.slices, p = item / a.slices % a.count, range = item / a.slices / a.count;
+  const int tiles = item / a.slices, steady = tiles - a.count * ranges.others;
+  const int p = steady < 0 ? tiles / ranges.others : steady % a.count;
+  const int range = steady < 0 ? tiles % ranges.others : ranges.others + steady / a.count;
   const Product product = p == 0 ? a.products[0] : p == 1 ? a.products[1] : a.products[2];
-  return {product, ranges.at(range), a.scratch.lists + static_cast<int64_t>(range) * a.runs, slice * kHidden};
+  return {product, ranges.at(range), a.scratch.lists + static_cast<int64_t>(range) * a.runs, item % a.slices * kHidden};
 }
 
 // How a run's neurons are cut into products: equally wide ones. At least one, so that stages and lists keep in step.
