@@ -6,8 +6,12 @@
 // neurons that more than half of the runs activate, the steady ones, are multiplied with all tokens, and added once.
 // Hidden units are the product's rows and neurons its columns, which may be any multiple of 32.
 //
+// Thread blocks take items in turn. The last range of steady neurons is cut into pieces of the tokens, so that all end
+// at about the same time. A piece waits for the one before it only when it adds its products.
+//
 // A persistent thread block of three warpgroups an SM: the first fetches, the other two multiply 64 hidden units each.
-// A warp alone adds to its part of the sums, so that their order is fixed, whichever thread block takes an item.
+// A warp alone adds to its part of the sums, or one after the other do: so their order is fixed, whichever thread block
+// takes an item.
 
 #include "sm90/common/launch.h"
 #include "sm90/common/primitives.cuh"
@@ -24,7 +28,8 @@ constexpr int kPartBytes = kHalfTokens * 128;  // a half block's tokens by 64 hi
 constexpr int kStages = 4, kStageBytes = 2 * kPartBytes + kMostNeurons * kHalfBytes;
 constexpr int kLists = 8;      // fetched ahead: the ring is at most three runs ahead
 constexpr int kWarpSums = 16;  // hidden units of a warp: 64 bytes of each neuron
-constexpr int kSumsOfBlock = kRangeNeurons * kHidden;
+constexpr int kSumsOfBlock = kRangeNeurons * kHidden, kSumsOfPieces = kMostNeurons * kHidden;
+constexpr int kPieceRuns = 8;  // of pieces of the tokens
 
 constexpr int kFetchRegisters = 88, kMultiplyRegisters = 208;
 static_assert(check_registers(kFetchRegisters, kMultiplyRegisters));
@@ -47,7 +52,7 @@ struct Product {
 struct Arguments {
   Product products[3];
   WeightScratch scratch;  // its sums are (thread blocks, kSumsOfBlock)
-  int count, slices, runs, blocks, hidden, width;
+  int count, slices, runs, pieces, blocks, hidden, width;
   bool adds;  // to what the matrices hold already
 };
 
@@ -55,17 +60,29 @@ struct Tile {
   Product product;
   Range range;
   const RunList* lists;  // of its runs
-  int hidden;
+  int hidden, first_run, runs;
+  int piece;  // which of the item's pieces; negative where it is whole
 };
 
 // Thread blocks that run at once share ranges of neurons, and the rows of all tokens; those of x or of dy alone while
-// their sums fill L2. Steady ranges come last, and take equally long, but for the last one, which may be a small one.
+// their sums fill L2. Steady ranges come last, and the last of them once for each piece.
+__device__ __forceinline__ int count_items(const Arguments& a, const Ranges& ranges) {
+  return a.count * a.slices * (ranges.count + (ranges.count > ranges.others ? a.pieces - 1 : 0));
+}
 __device__ __forceinline__ Tile tile_at(const Arguments& a, const Ranges& ranges, int item) {
-  const int tiles = item / a.slices, steady = tiles - a.count * ranges.others;
+  const int tiles = item / a.slices, steady = tiles - a.count * ranges.others, last = ranges.count - 1;
   const int p = steady < 0 ? tiles / ranges.others : steady % a.count;
-  const int range = steady < 0 ? tiles % ranges.others : ranges.others + steady / a.count;
+  const int turn = steady < 0 ? tiles % ranges.others : ranges.others + steady / a.count;
+  const int range = min(turn, last), first_run = (turn - range) * kPieceRuns;
+  const bool cut = steady >= 0 && range == last && a.pieces > 1;
   const Product product = p == 0 ? a.products[0] : p == 1 ? a.products[1] : a.products[2];
-  return {product, ranges.at(range), a.scratch.lists + static_cast<int64_t>(range) * a.runs, item % a.slices * kHidden};
+  return {product,
+          ranges.at(range),
+          a.scratch.lists + static_cast<int64_t>(range) * a.runs + first_run,
+          item % a.slices * kHidden,
+          first_run,
+          cut ? min(kPieceRuns, a.runs - first_run) : a.runs,
+          cut ? turn - range : -1};
 }
 
 // How a run's neurons are cut into products: equally wide ones. At least one, so that stages and lists keep in step.
@@ -87,7 +104,7 @@ __device__ __forceinline__ void fetch(const Arguments& a, const Ranges& ranges, 
   constexpr int kRows = kFetchers / 8, kShare = kMostNeurons / kRows;
   // Eight threads copy a half column; every kRows-th neuron is theirs.
   const int thread = threadIdx.x, row = thread / 8, chunk = thread % 8;
-  const int items = a.count * a.slices * ranges.count;
+  const int items = count_items(a, ranges);
   const uint32_t stages = smem_address(shared), place = 2 * kPartBytes + row * kHalfBytes + ((chunk ^ (row & 7)) << 4);
   // The list that is the number-th here, of an item's run.
   const auto request = [&](int item, const RunList* list, int number) {
@@ -96,12 +113,13 @@ __device__ __forceinline__ void fetch(const Arguments& a, const Ranges& ranges, 
     barrier_arrive_expect(listed, sizeof(RunList));
     load_bytes(c.lists + number % kLists, list, sizeof(RunList), listed);
   };
+  const auto take = [&] { return atomicAdd(&a.scratch.order->taken, 1); };
   const auto request_first = [&](int item, int number) {
     if (item < items) return request(item, tile_at(a, ranges, item).lists, number);
     c.items[number % kLists] = -1;
     barrier_arrive(c.listed + number % kLists);
   };
-  if (thread == 0) request_first(blockIdx.x, 0);
+  if (thread == 0) request_first(take(), 0);
   for (int number = 0;;) {
     barrier_wait(c.listed + number % kLists, number / kLists & 1);
     const int item = c.items[number % kLists];
@@ -110,11 +128,11 @@ __device__ __forceinline__ void fetch(const Arguments& a, const Ranges& ranges, 
     const CUtensorMap* const rows = tile.product.of_dy ? dy_map : x_map;
     const char* const columns = static_cast<const char*>(tile.product.columns);
     int next = 0;
-    for (int run = 0; run < a.runs; ++run, ++number) {
+    for (int run = 0; run < tile.runs; ++run, ++number) {
       if (thread == 0) {
         // Taken near the end, so that whoever is through first takes it, but a run before it is needed.
-        if (run == max(a.runs - 2, 0)) next = static_cast<int>(gridDim.x) + atomicAdd(&a.scratch.order->taken, 1);
-        if (run + 1 < a.runs) {
+        if (run == max(tile.runs - 2, 0)) next = take();
+        if (run + 1 < tile.runs) {
           request(item, tile.lists + run + 1, number + 1);
         } else {
           request_first(next, number + 1);
@@ -122,7 +140,8 @@ __device__ __forceinline__ void fetch(const Arguments& a, const Ranges& ranges, 
       }
       const RunList& list = c.lists[number % kLists];
       barrier_wait(c.listed + number % kLists, number / kLists & 1);
-      const int neurons = list.count, first_block = run * kRunBlocks, steps = steps_of(a, run, 1);
+      const int neurons = list.count, first_block = (tile.first_run + run) * kRunBlocks;
+      const int steps = steps_of(a, tile.first_run + run, 1);
       const Passes passes(neurons);
       for (int pass = 0; pass < passes.count; ++pass) {
         const int first = pass * passes.width;
@@ -187,6 +206,17 @@ __device__ __forceinline__ void add_two(float* to, float first, float second) {
   asm volatile("red.global.add.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(first), "f"(second) : "memory");
 }
 
+// Until so many pieces have been added. Whoever adds them has taken its item before this one was.
+__device__ __forceinline__ void wait_for_pieces(const int* added, int count, int lane) {
+  if (lane == 0) {
+    int so_far;
+    do {
+      asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(so_far) : "l"(added) : "memory");
+    } while (so_far < count);
+  }
+  __syncwarp();
+}
+
 // A warp's sums: of each of the range's neurons 16 hidden units, as lanes have them in a product: 0, 8, 1, 9, ...
 template <typename T>
 struct WarpSums {
@@ -194,8 +224,8 @@ struct WarpSums {
   const int lane;
 
   __device__ __forceinline__ float* of_neuron(int neuron) const { return sums + neuron * kHidden; }
-  __device__ __forceinline__ void clear() const {
-    for (int n = lane / 4; n < kRangeNeurons; n += 8) {
+  __device__ __forceinline__ void clear(int neurons) const {
+    for (int n = lane / 4; n < neurons; n += 8) {
       reinterpret_cast<float4*>(of_neuron(n))[lane % 4] = float4{};
     }
   }
@@ -248,16 +278,23 @@ __device__ __forceinline__ void multiply(const Arguments& a, const Ranges& range
                                          Ring ring) {
   const int lane = threadIdx.x % 32, warp = (threadIdx.x - kFetchers) / 32, warpgroup = warp / 4;
   const uint32_t stages = smem_address(shared);
-  const WarpSums<T> sums{a.scratch.sums + static_cast<int64_t>(blockIdx.x) * kSumsOfBlock + warp * kWarpSums, lane};
-  sums.clear();
+  float* const own = a.scratch.sums + static_cast<int64_t>(blockIdx.x) * kSumsOfBlock + warp * kWarpSums;
+  WarpSums<T>{own, lane}.clear(kRangeNeurons);
   for (int number = 0;;) {
     barrier_wait(c.listed + number % kLists, number / kLists & 1);
     const int item = c.items[number % kLists];
     if (item < 0) break;
-    const int together = tile_at(a, ranges, item).range.steady ? a.runs : 1;  // runs
-    for (int run = 0; run < a.runs; run += together) {
+    const Tile tile = tile_at(a, ranges, item);
+    const int part = item % (a.count * a.slices);  // of the last range's sums, in any order
+    int* const added = a.scratch.pieces_added + part * kConsumerWarps + warp;
+    const bool cut = tile.piece >= 0;
+    const WarpSums<T> sums{
+        cut ? a.scratch.piece_sums + static_cast<int64_t>(part) * kSumsOfPieces + warp * kWarpSums : own, lane};
+    if (tile.piece == 0) sums.clear(kMostNeurons);
+    const int together = tile.range.steady ? tile.runs : 1;  // runs
+    for (int run = 0; run < tile.runs; run += together) {
       barrier_wait(c.listed + number % kLists, number / kLists & 1);
-      const int steps = steps_of(a, run, together);
+      const int steps = steps_of(a, tile.first_run + run, together);
       const Passes passes(c.lists[number % kLists].count);
       number += together;
       // The last of several lists, all of which have the same neurons: those before it may have been replaced.
@@ -277,12 +314,16 @@ __device__ __forceinline__ void multiply(const Arguments& a, const Ranges& range
         }
         barrier_wait(c.listed + last % kLists, last / kLists & 1);
         __syncwarp();  // other lanes added to the same sums before
+        if (cut) wait_for_pieces(added, tile.piece, lane);
         sums.add(sum, list, pass * passes.width, passes.width);
       }
     }
     __threadfence();
     __syncwarp();
-    const Tile tile = tile_at(a, ranges, item);
+    if (cut && tile.piece + 1 < a.pieces) {
+      if (lane == 0) __stcg(added, tile.piece + 1);
+      continue;
+    }
     sums.finish(a, tile, tile.hidden + warp * kWarpSums);
     __threadfence();
   }
@@ -332,6 +373,7 @@ cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const ValueColumns& value
   a.scratch = scratch;
   a.slices = (ffn.hidden + kHidden - 1) / kHidden;
   a.runs = count_runs(chunk.active.blocks);
+  a.pieces = (a.runs + kPieceRuns - 1) / kPieceRuns;
   a.blocks = chunk.active.blocks;
   a.hidden = ffn.hidden;
   a.width = ffn.width;
@@ -343,7 +385,7 @@ cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const ValueColumns& value
   };
   TWELL_RETURN_IF_ERROR(map(&x_map, ffn.x));
   TWELL_RETURN_IF_ERROR(map(&dy_map, out.dy));
-  const int grid = min(device.sm_count, a.count * a.slices * most_ranges(ffn));
+  const int grid = min(device.sm_count, a.count * a.slices * (most_ranges(ffn) + a.pieces - 1));
   return launch_kernel(product_kernel<T>, grid, kThreads, 1, kShared, stream, x_map, dy_map, a);
 }
 
@@ -355,6 +397,10 @@ void place_weights(const Ffn& ffn, int64_t blocks, const Device& device, Cutter&
   cutter.cut(scratch->neurons, int64_t{ffn.width} * 2);
   cutter.cut(scratch->lists, int64_t{count_runs(blocks)} * most_ranges(ffn) * static_cast<int64_t>(sizeof(RunList)));
   cutter.cut(scratch->sums, int64_t{device.sm_count} * kSumsOfBlock * 4);
+  const int shared_items = count_runs(blocks) > kPieceRuns ? 3 * ((ffn.hidden + kHidden - 1) / kHidden) : 0;
+  scratch->piece_parts = shared_items * kConsumerWarps;
+  cutter.cut(scratch->piece_sums, int64_t{shared_items} * kSumsOfPieces * 4);
+  cutter.cut(scratch->pieces_added, int64_t{scratch->piece_parts} * 4);
 }
 
 cudaError_t launch_weights_of_columns(const Ffn& ffn, const Chunk& chunk, const ValueColumns& values, bool adds,

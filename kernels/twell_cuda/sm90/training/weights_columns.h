@@ -13,7 +13,7 @@ constexpr int kRangeNeurons = 512;                         // whose sums a threa
 // The order of neurons: last come the steady ones, which more than half of the runs activate; both parts ascend.
 struct Order {
   int others;  // how many come first
-  int taken;   // items that thread blocks of the product have taken beyond their first
+  int taken;   // items that thread blocks of the product have taken
 };
 
 // Neurons are cut into ranges in that order, the steady ones into such as one product takes.
@@ -58,6 +58,9 @@ struct WeightScratch {
   uint16_t* neurons;       // (F), in that order
   RunList* lists;          // (ranges, runs)
   float* sums;             // of each thread block
+  float* piece_sums;       // of items that several pieces of the tokens add to
+  int* pieces_added;       // to each warp's part of such an item
+  int piece_parts;         // how many parts there are
 };
 
 // Of chunks of so many blocks.

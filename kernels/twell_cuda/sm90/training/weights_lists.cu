@@ -59,7 +59,10 @@ __global__ void __launch_bounds__(kRangeNeurons)
   for (int word = begin; word < end; ++word) steady_neurons += __popc(__ldcg(scratch.steady_words + word));
   const ThreadSums sums = sum_threads<kRangeNeurons>(steady_neurons, warp, lane, warp_counts, 1);
   const int others = width - sums.all;
-  if (blockIdx.x == 0 && place == 0) *scratch.order = {others, 0};
+  if (blockIdx.x == 0) {
+    if (place == 0) *scratch.order = {others, 0};
+    for (int part = place; part < scratch.piece_parts; part += kRangeNeurons) scratch.pieces_added[part] = 0;
+  }
   const Ranges ranges(others, width);
   if (index >= ranges.count) return;
   const Range range = ranges.at(index);
