@@ -46,7 +46,7 @@ SANITIZE = PYTHONPATH=$(CURDIR) compute-sanitizer --error-exitcode 1 $(SANITIZER
 sanitize:
 	PYTHONPATH=$(CURDIR) $(PYTHON) kernels/tests/sanitize_cuda.py
 	$(SANITIZE) --tool memcheck $(PYTHON) kernels/tests/sanitize_cuda.py
-	$(SANITIZE) --tool racecheck $(PYTHON) kernels/tests/sanitize_cuda.py portable
+	$(SANITIZE) --tool racecheck $(PYTHON) kernels/tests/sanitize_cuda.py portable experts norms
 
 # The C++ of the CPU kernels under the address and undefined-behaviour sanitizers.
 sanitize-cpu:

@@ -110,7 +110,7 @@ cudaError_t columns_backward(const Ffn& ffn, const Transposition& down, const Te
   biases.b_gate = gradients.b_gate, biases.b_up = gradients.b_up;
   Cutter cutter(workspace);
   const Backward b = place_backward(ffn, weights, device, cutter);
-  if (down.from != nullptr) TWELL_RETURN_IF_ERROR(transpose(down, Start::kAfter, stream));
+  const bool products = gradients.gate != nullptr || gradients.up != nullptr || gradients.down != nullptr;
   Chunk chunk{};
   for (; chunk.first < ffn.tokens; chunk.first += chunk.tokens) {
     fit(ffn, backward_blocks(ffn), &chunk);
@@ -118,6 +118,11 @@ cudaError_t columns_backward(const Ffn& ffn, const Transposition& down, const Te
     Chunk of_gradients = chunk;
     of_gradients.active.columns = b.columns.gate;
     of_gradients.active.ups = b.columns.up;
+    if (products) TWELL_RETURN_IF_ERROR(launch_weights_lists(ffn, chunk, b.weights, stream));
+    // Beside the lists, which take little and have waited for all that came before.
+    if (chunk.first == 0 && down.from != nullptr) {
+      TWELL_RETURN_IF_ERROR(transpose(down, products ? Start::kBeside : Start::kAfter, stream));
+    }
     TWELL_RETURN_IF_ERROR(launch_dh(ffn, chunk, terms, gradients.dy, b.columns, device, stream));
     if (gradients.x != nullptr) TWELL_RETURN_IF_ERROR(launch_dx(ffn, of_gradients, gradients, device, stream));
     if (!weights) continue;

@@ -6,8 +6,6 @@
 
 namespace twell::sm90::tiles {
 
-constexpr int kTurnNeurons = 128;  // columns in a stage: 256 bytes each
-
 struct Place {
   const uint16_t* neurons;  // of the tile
   int last;                 // of these
@@ -36,6 +34,9 @@ struct Columns {
   struct Own {};
   static constexpr int kBuffers = Epilogue::kBuffers, kRead = Epilogue::kRead, kLow = 16;
   static constexpr bool kAside = false;
+  // A stage has all kinds of columns of so many neurons, 256 bytes each, whatever the tile: so several are under way.
+  static constexpr int kTurnNeurons = kBuffers == 1 ? 64 : 32, kTurnBytes = kTurnNeurons * kBlockTokens * 2;
+  static_assert(kBuffers * kTurnBytes <= kTokenBytes + 64 * kDepth * 2);
 
   const Given& given;
   const Arguments& a;
@@ -61,21 +62,23 @@ struct Columns {
 #pragma unroll
     for (int start = 0; start < kMaxNeurons; start += kTurnNeurons) {
       if (start >= item.count) break;
+      ring.wait_empty();
+      const uint32_t to = stages + ring.stage * bytes + row * 256 + ((chunk ^ (row & 7)) << 4);
 #pragma unroll
-      for (int b = 0; b < kBuffers; ++b, ring.advance()) {
-        const T* columns = static_cast<const T*>(given.from[b]) + first_column;
-        ring.wait_empty();
-        const uint32_t to = stages + ring.stage * bytes + row * 256 + ((chunk ^ (row & 7)) << 4);
+      for (int i = 0; i < kTurnNeurons / kFetchRows; ++i) {
+        const int n = start + row + kFetchRows * i;
+        const int64_t column = first_column + static_cast<int64_t>(neurons[start / kFetchRows + i]) * kBlockTokens;
 #pragma unroll
-        for (int i = 0; b < kRead && i < kTurnNeurons / kFetchRows; ++i) {
-          const int n = start + row + kFetchRows * i;
-          const T* column = columns + static_cast<int64_t>(neurons[start / kFetchRows + i]) * kBlockTokens;
-          if (n < first_end) copy_16(to + i * kFetchRows * 256, column);
-          if (n >= second_begin && n < item.count) copy_16(to + i * kFetchRows * 256 + 128, column + kHalfTokens);
+        for (int b = 0; b < kRead; ++b) {
+          const T* from = static_cast<const T*>(given.from[b]) + column;
+          const uint32_t place = to + b * kTurnBytes + i * kFetchRows * 256;
+          if (n < first_end) copy_16(place, from);
+          if (n >= second_begin && n < item.count) copy_16(place + 128, from + kHalfTokens);
         }
-        if (thread == 0) barrier_arrive(ring.full + ring.stage);
-        barrier_arrive_on_copies(ring.full + ring.stage);
       }
+      if (thread == 0) barrier_arrive(ring.full + ring.stage);
+      barrier_arrive_on_copies(ring.full + ring.stage);
+      ring.advance();
     }
   }
 
@@ -100,13 +103,8 @@ struct Columns {
       const int64_t first_column =
           static_cast<int64_t>(item.block) * job.a.width * kBlockTokens + warp * 16 + (lane & 1) * 8;
       for (int first = 0; first < item.count; first += kTurnNeurons) {
-        uint32_t turns[kBuffers];
-        Ring filled = ring;
-#pragma unroll
-        for (int b = 0; b < kBuffers; ++b, filled.advance()) {
-          filled.wait_full();
-          turns[b] = stages + filled.stage * bytes;
-        }
+        ring.wait_full();
+        const uint32_t turn = stages + ring.stage * bytes;
         const auto turn_at = [&](int n, int eighth) { return n * 256 + ((eighth ^ (n & 7)) << 4); };
         const int limit = min(kTurnNeurons, part.end - first);
 #pragma unroll
@@ -116,7 +114,7 @@ struct Columns {
             const uint32_t at = turn_at(n + lane / 16 * 8 + lane % 8, 2 * warp + (lane / 8 & 1));
             uint32_t values[kBuffers][4]{};
 #pragma unroll
-            for (int b = 0; b < kRead; ++b) load_matrices_transposed(values[b], turns[b] + at);
+            for (int b = 0; b < kRead; ++b) load_matrices_transposed(values[b], turn + b * kTurnBytes + at);
 #pragma unroll
             for (int m = 0; m < 4; ++m) {
               const int i = 4 * (j + m / 2) + m % 2 * 2;
@@ -128,7 +126,7 @@ struct Columns {
               for (int b = 0; b < kBuffers; ++b) values[b][m] = words[b];
             }
 #pragma unroll
-            for (int b = 0; b < kBuffers; ++b) store_matrices_transposed(turns[b] + at, values[b]);
+            for (int b = 0; b < kBuffers; ++b) store_matrices_transposed(turn + b * kTurnBytes + at, values[b]);
           }
         }
         __syncwarp();
@@ -141,16 +139,14 @@ struct Columns {
 #pragma unroll
             for (int b = 0; b < kBuffers; ++b) {
               *reinterpret_cast<uint4*>(static_cast<T*>(job.given.to[b]) + column) =
-                  load_shared_16(turns[b] + turn_at(n, 2 * warp + (lane & 1)));
+                  load_shared_16(turn + b * kTurnBytes + turn_at(n, 2 * warp + (lane & 1)));
             }
           }
         }
         fence_async_proxy();  // ordinary stores here, bulk copies next
         __syncwarp();
-#pragma unroll
-        for (int b = 0; b < kBuffers; ++b, ring.advance()) {
-          if (lane == 0) barrier_arrive(ring.empty + ring.stage);
-        }
+        if (lane == 0) barrier_arrive(ring.empty + ring.stage);
+        ring.advance();
       }
     }
   };
