@@ -170,11 +170,11 @@ struct UnionLimit {
 };
 constexpr UnionLimit kCudaTrainingUnionLimits[] = {
     {4095, 0.0, 0.0},
-    {8191, 0.3, -0.4},
-    {16383, 0.38, -0.16},
-    {kMany, 0.46, -0.1},
+    {8191, 0.39, -0.68},
+    {16383, 0.47, -0.45},
+    {kMany, 0.54, -0.29},
 };
-constexpr double kCudaColumnsDensity = 11.5;
+constexpr double kCudaColumnsDensity = 19.4;
 // Times the limit of training: above that a block which trains by kernels goes back to plain matmuls.
 constexpr double kCudaTrainingBack = 1.1;
 // Times the limit of training: what a block of a compiled model, whose blocks all train one way, counts for at most in
