@@ -6,8 +6,7 @@ Of what is asked for, --documents is the share of documents begun with <|endofte
 questions about functions of the Python sources in --code, and the rest are questions of its own with its answers.
 OUTPUT gets own-SEED.jsonl and chats-SEED.jsonl, after each --at-once of them: a command that is stopped keeps those.
 What shares twelve words in a row with a problem of HumanEval or GSM8K (in DIR, as for study.py) is left out. Several
-of these commands at once, each with a --seed and a --cache-gib, fill a GPU better than one: four wrote 102,000 tokens a
-second of a model of 0.5B on one H200, each with 14 GiB.
+of these commands at once, each with a --seed and a --cache-gib, fill a GPU better than one.
 """
 
 import argparse
@@ -218,6 +217,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--cache-gib", type=float, help="memory of keys and values (default: what vLLM finds free)")
     parser.add_argument("--eager", action="store_true", help="compile nothing: starts sooner, writes slower")
     args = parser.parse_args(argv)
+    if min(args.documents, args.functions) < 0 or args.documents + args.functions > 1:
+        parser.error(
+            f"--documents {args.documents:g} --functions {args.functions:g}; give shares that add up to 1 at most"
+        )
     own, chats = (args.output / f"{name}-{args.seed}.jsonl" for name in ("own", "chats"))
     if own.exists() or chats.exists():
         parser.error(f"{args.output} holds what --seed {args.seed} wrote; give another seed, or another --output")
@@ -227,7 +230,7 @@ def main(argv: list[str] | None = None) -> None:
         parser.error(f"{args.code} has no Python function of 80 to 1,800 characters; give texts.py's code.txt")
     left_out = held_out(args.eval)
     options: dict[str, Any] = {"seed": args.seed, "max_num_seqs": args.sequences, "enforce_eager": args.eager}
-    if args.cache_gib is not None:
+    if args.cache_gib is not None:  # beside which vLLM asks that a share of the GPU's memory be free
         options |= {"kv_cache_memory_bytes": int(args.cache_gib * 2**30), "gpu_memory_utilization": 0.1}
     writer = Writer(args.model, load_tokenizer(args.model), **options)
     args.output.mkdir(parents=True, exist_ok=True)

@@ -65,6 +65,14 @@ def test_what_shares_twelve_words_with_a_test_is_left_out(written, tmp_path):
     assert not left_out & written.grams("It should return the first of all numbers in the list.")
 
 
+def test_shares_of_more_than_all_are_refused(written, tmp_path, capsys):
+    needed = [f"--{name}={tmp_path}" for name in ("code", "eval", "output")]
+    for shares in (["--documents=0.8"], ["--functions=-0.1"]):
+        with pytest.raises(SystemExit):
+            written.main(["model", *needed, "--tokens=1", *shares])
+        assert "give shares that add up to 1 at most" in capsys.readouterr().err
+
+
 @needs_vllm
 def test_a_model_writes(tmp_path):
     tokenizer = tokenizer_of_words()
