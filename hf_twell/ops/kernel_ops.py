@@ -26,7 +26,7 @@ def _whole_blocks(tokens, block):
 
 
 @library.register_fake("hf_twell::ffn")
-def _ffn_fake(x, w_up, w_down, w_gate, b_up, b_down, b_gate, l1_scale, token_weight, tally, capacity, count_scale=None):
+def _ffn_fake(x, w_up, w_down, w_gate, b_up, b_down, b_gate, l1_scale, token_weight, tally, capacity, *_terms):
     intermediate, hidden = w_up.shape
     tokens, gated, size = x.numel() // hidden, w_gate is not None, 0
     if capacity > 0:
@@ -47,8 +47,9 @@ def _infer_fake(x, *weights, **options):
 
 @library.register_fake("hf_twell::ffn_backward")
 def _ffn_backward_fake(
-    grad_y, state, x, w_up, w_down, w_gate, b_up, b_gate, l1_scale, token_weight, capacity, needs, count_scale=None
-):
+    grad_y, state, x, w_up, w_down, w_gate, b_up, b_gate, l1_scale, token_weight, capacity, needs, count_scale=None,
+    run=None, run_size=None,
+):  # fmt: skip
     intermediate, hidden = w_up.shape
     shapes = (x.shape, w_up.shape, w_down.shape, w_up.shape, (intermediate,), (hidden,), (intermediate,))
     wanted = [bool(needs >> i & 1) for i in range(len(_GRADIENTS))]
@@ -56,26 +57,27 @@ def _ffn_backward_fake(
     results = [x.new_empty(shape if want else (0,)) for shape, want in zip(shapes, wanted, strict=True)]
     if wanted[2] and w_down.stride(0) == 1:  # down_proj is stored by columns, and so is its gradient
         results[2] = x.new_empty((intermediate, hidden)).t()
-    return tuple(results)
+    return *results, x.new_empty(0 if run is None else 1, dtype=torch.float32)
 
 
 def _setup_context(ctx, inputs, output):
-    x, w_up, w_down, w_gate, b_up, _, b_gate, l1_scale, token_weight, _, ctx.capacity, count_scale = inputs
+    x, w_up, w_down, w_gate, b_up, _, b_gate, l1_scale, token_weight, _, ctx.capacity, *of_count, _ = inputs
     _, report, state = output
     ctx.mark_non_differentiable(report, state)
     ctx.set_materialize_grads(False)  # else zeros as large as the state are made for its gradient
-    ctx.save_for_backward(x, w_up, w_down, w_gate, b_up, b_gate, l1_scale, token_weight, count_scale, report, state)
+    ctx.save_for_backward(x, w_up, w_down, w_gate, b_up, b_gate, l1_scale, token_weight, *of_count, report, state)
 
 
 def _backward(ctx, grad_y, _grad_report, _grad_state):
-    x, w_up, w_down, w_gate, b_up, b_gate, l1_scale, token_weight, count_scale, report, state = ctx.saved_tensors
+    *inputs, count_scale, run, run_size, report, state = ctx.saved_tensors
     wants = ctx.needs_input_grad
     needs = sum(1 << i for i in range(len(_GRADIENTS)) if wants[i])
-    results = torch.ops.hf_twell.ffn_backward(
-        grad_y, state, x, w_up, w_down, w_gate, b_up, b_gate, l1_scale, token_weight, ctx.capacity, needs, count_scale
+    *results, in_runs = torch.ops.hf_twell.ffn_backward(
+        grad_y, state, *inputs, ctx.capacity, needs, count_scale, run, run_size
     )
     gradients = [result if wants[i] else None for i, result in enumerate(results)]
-    return (*gradients, None, None, report if wants[9] else None, None, None)
+    of_terms = (None, None, report if wants[9] else None, None, None, None, None, in_runs if wants[14] else None)
+    return *gradients, *of_terms
 
 
 library.register_autograd("hf_twell::ffn", _backward, setup_context=_setup_context)

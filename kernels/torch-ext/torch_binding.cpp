@@ -25,10 +25,13 @@ TWELL_OPERATORS(m) {
   // report: (1 + F) fp32, the token-weighted sum of |h| and then each neuron's token-weighted activity (their sum is
   // L0's); empty without `tally`. state: bytes that only this backend's ffn_backward reads; empty when capacity is 0.
   // Its size depends on T, F, the dtype and `capacity` (active neurons per token, on average) alone: see below.
+  // run (T,) and run_size (R,), both int64, are for backward: the run of neighbours that each token is in, and how many
+  // tokens each run has; the last is that of padding, of size 0, and adds nothing. The "gradient" of unions (1,) is the
+  // sum over runs of their size times the neurons that one or more of their tokens activate.
   m.def(
       "ffn(Tensor x, Tensor w_up, Tensor w_down, Tensor? w_gate, Tensor? b_up, Tensor? b_down, Tensor? b_gate, "
-      "Tensor? l1_scale, Tensor? token_weight, Tensor? tally, int capacity, Tensor? count_scale=None) "
-      "-> (Tensor y, Tensor report, Tensor state)");
+      "Tensor? l1_scale, Tensor? token_weight, Tensor? tally, int capacity, Tensor? count_scale=None, "
+      "Tensor? run=None, Tensor? run_size=None, Tensor? unions=None) -> (Tensor y, Tensor report, Tensor state)");
   // y alone, for calls without gradients: an operator that has none costs 10 us less a call. With scales, one fp32 for
   // each row of a weight, the weights are all int8 or all float8_e4m3fn and mean themselves times their scales. With
   // quantize_x, of float8_e4m3fn weights alone, calls of more than 64 tokens take x as e4m3 too, a scale a token, in
@@ -41,12 +44,13 @@ TWELL_OPERATORS(m) {
   // Tokens and bytes of one block of the state, which has whole blocks.
   m.def("cpu_state_block(int capacity, int element_size, bool gated) -> (int, int)");
   m.def("cuda_state_block(int width, int capacity, bool gated) -> (int, int)");
-  // needs: bit i asks for the i-th gradient, in the order returned; the others come back empty.
+  // needs: bit i asks for the i-th gradient, in the order returned; the others come back empty. in_runs (1,), float32,
+  // is that of unions; empty without `run`.
   m.def(
       "ffn_backward(Tensor grad_y, Tensor state, Tensor x, Tensor w_up, Tensor w_down, Tensor? w_gate, Tensor? b_up, "
-      "Tensor? b_gate, Tensor? l1_scale, Tensor? token_weight, int capacity, int needs, Tensor? count_scale=None) "
-      "-> (Tensor grad_x, Tensor grad_w_up, Tensor grad_w_down, Tensor grad_w_gate, Tensor grad_b_up, "
-      "Tensor grad_b_down, Tensor grad_b_gate)");
+      "Tensor? b_gate, Tensor? l1_scale, Tensor? token_weight, int capacity, int needs, Tensor? count_scale=None, "
+      "Tensor? run=None, Tensor? run_size=None) -> (Tensor grad_x, Tensor grad_w_up, Tensor grad_w_down, "
+      "Tensor grad_w_gate, Tensor grad_b_up, Tensor grad_b_down, Tensor grad_b_gate, Tensor in_runs)");
   // The elementwise middle of a dense block: relu(gate) * up, or relu(gate). The other arguments only matter to its
   // gradient, which adds that of L1 and of the count and reports what was active.
   m.def(

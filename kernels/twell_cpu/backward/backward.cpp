@@ -39,10 +39,16 @@ TokenPairs recompute(const Block& block, const Kernels& kernels, const Threads& 
 }
 
 TokenPairs load_pairs(const Block& block, const Kernels& kernels, const Threads& threads, const State& state,
-                      std::vector<std::pair<int64_t, int64_t>>* dense) {
+                      bool has_runs, std::vector<std::pair<int64_t, int64_t>>* dense) {
+  const auto recomputes = [&](int64_t t) {
+    return state.count[t] == State::kRecompute || (has_runs && state.count[t] == State::kDense);
+  };
   std::vector<int64_t> missing;
   for (int64_t t = 0; t < block.tokens; ++t) {
-    if (state.count[t] == State::kRecompute) missing.push_back(t);
+    if (recomputes(t)) {
+      missing.push_back(t);
+      continue;
+    }
     if (state.count[t] != State::kDense) continue;
     if (!dense->empty() && dense->back().second == t) {
       dense->back().second = t + 1;
@@ -58,7 +64,7 @@ TokenPairs load_pairs(const Block& block, const Kernels& kernels, const Threads&
   size_t next_missing = 0;
   for (int64_t t = 0; t < block.tokens; ++t) {
     int64_t count = std::max<int64_t>(state.count[t], 0);
-    if (state.count[t] == State::kRecompute) {
+    if (recomputes(t)) {
       count = again.begin[next_missing + 1] - again.begin[next_missing];
       ++next_missing;
     }
@@ -68,14 +74,19 @@ TokenPairs load_pairs(const Block& block, const Kernels& kernels, const Threads&
   pairs.neuron.resize(static_cast<size_t>(total));
   pairs.gate.resize(static_cast<size_t>(total));
   pairs.up.resize(static_cast<size_t>(total));
+  std::vector<char> rounded(static_cast<size_t>(has_runs ? block.width * element : 0));
   int64_t slot = 0;
   next_missing = 0;
   for (int64_t t = 0; t < block.tokens; ++t) {
     const int64_t begin = pairs.begin[t], count = pairs.begin[t + 1] - begin;
-    if (state.count[t] == State::kRecompute) {
+    if (recomputes(t)) {
       const int64_t from = again.begin[next_missing++];
       std::copy_n(again.neuron.begin() + from, count, pairs.neuron.begin() + begin);
       std::copy_n(again.gate.begin() + from, count, pairs.gate.begin() + begin);
+      if (has_runs) {  // whose strongest is found among gates that are all rounded as the saved ones
+        kernels.round(again.gate.data() + from, count, rounded.data());
+        kernels.widen(rounded.data(), count, pairs.gate.data() + begin);
+      }
       std::copy_n(again.up.begin() + from, count, pairs.up.begin() + begin);
       continue;
     }
@@ -111,12 +122,13 @@ NeuronPairs by_neuron(const TokenPairs& pairs, int64_t width) {
 
 // Buffers of one thread in the neuron-major pass.
 struct NeuronScratch {
-  std::vector<float> grad_h, grad_gate, grad_up, h;  // one neuron's pairs
-  std::vector<float> sums;                           // three rows of D
-  Bytes down;                                        // the group's columns of down, as rows
-  Bytes grad_down;                                   // and of its gradient
-  std::vector<int64_t> shared;                       // neurons left to the matrix unit
+  std::vector<float> grad_h, grad_gate, grad_up, h, gate;  // one neuron's pairs
+  std::vector<float> sums;                                 // three rows of D
+  Bytes down;                                              // the group's columns of down, as rows
+  Bytes grad_down;                                         // and of its gradient
+  std::vector<int64_t> shared;                             // neurons left to the matrix unit
   SharedNeuronGradients::Scratch matrix;
+  RunScratch runs;
 };
 
 }  // namespace
@@ -131,7 +143,7 @@ std::vector<std::pair<int64_t, int64_t>> backward(const Block& block, const Kern
   const DType dtype = block.dtype;
   const int64_t hidden = block.hidden, element = element_bytes(dtype), row_bytes = hidden * element;
   std::vector<std::pair<int64_t, int64_t>> dense;
-  TokenPairs pairs = load_pairs(block, kernels, threads, state, &dense);
+  TokenPairs pairs = load_pairs(block, kernels, threads, state, pulls.runs.run != nullptr, &dense);
   const NeuronPairs neurons = by_neuron(pairs, block.width);
 
   std::optional<SharedNeuronGradients> shared_gradients;
@@ -180,22 +192,26 @@ std::vector<std::pair<int64_t, int64_t>> backward(const Block& block, const Kern
         continue;
       }
       const uint32_t* tokens = neurons.token.data() + begin;
-      for (auto* buffer : {&my.grad_h, &my.grad_gate, &my.grad_up, &my.h}) {
+      for (auto* buffer : {&my.grad_h, &my.grad_gate, &my.grad_up, &my.h, &my.gate}) {
         if (static_cast<int64_t>(buffer->size()) < count) buffer->resize(static_cast<size_t>(count));
       }
       kernels.gather_dot(at(down, (f - first) * down_stride, dtype), grad_y, hidden, tokens, count, hidden,
                          my.grad_h.data());
-      double bias_gate = 0, bias_up = 0;
       for (int64_t i = 0; i < count; ++i) {
         const int64_t source = neurons.source[begin + i];
         const float gate = pairs.gate[source], up = pairs.up[source], h = gate * up;
         float grad_h = my.grad_h[i];
         if (pulls.l1) grad_h += l1_gradient(pulls.l1[tokens[i]], h);
+        my.gate[i] = gate;
         my.h[i] = h;
         my.grad_gate[i] = grad_h * up;
         if (pulls.count) my.grad_gate[i] += count_gradient(pulls.count[tokens[i]], gate);
-        grad_gate[source] = my.grad_gate[i];
         grad_up[source] = my.grad_up[i] = grad_h * gate;
+      }
+      if (pulls.runs.run) my.runs.add(pulls.runs, tokens, my.gate.data(), count, my.grad_gate.data());
+      double bias_gate = 0, bias_up = 0;
+      for (int64_t i = 0; i < count; ++i) {
+        grad_gate[neurons.source[begin + i]] = my.grad_gate[i];
         bias_gate += my.grad_gate[i];
         bias_up += my.grad_up[i];
       }
@@ -230,6 +246,10 @@ std::vector<std::pair<int64_t, int64_t>> backward(const Block& block, const Kern
     }
     publish();
   });
+  if (pulls.runs.run) {
+    *gradients.in_runs = 0;
+    for (const NeuronScratch& my : scratch) *gradients.in_runs += my.runs.active() + my.matrix.runs.active();
+  }
 
   if (gradients.x && matrix) {
     std::vector<ScaledRows> terms{{block.gate, hidden, grad_gate.data()}};

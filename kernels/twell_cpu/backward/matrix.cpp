@@ -70,20 +70,24 @@ void SharedNeuronGradients::add_some(const int64_t* shared, int64_t count, int64
   for (int64_t i = 0; i < count; ++i) {
     const int64_t begin = neurons.begin[shared[i]], n = neurons.begin[shared[i] + 1] - begin;
     const uint32_t* token = neurons.token.data() + begin;
-    scratch->pair_values.resize(static_cast<size_t>(3 * n));
+    scratch->pair_values.resize(static_cast<size_t>(4 * n));
     scratch->rounded.resize(static_cast<size_t>(6 * n));
-    float *grad_gate = scratch->pair_values.data(), *grad_up = grad_gate + n, *h = grad_up + n;
-    double bias_gate = 0, bias_up = 0;
+    float *grad_gate = scratch->pair_values.data(), *grad_up = grad_gate + n, *h = grad_up + n, *gates = h + n;
     for (int64_t p = 0; p < n; ++p) {
       const int64_t source = neurons.source[begin + p];
       const float gate = pairs->gate[source], up = pairs->up[source];
+      gates[p] = gate;
       h[p] = gate * up;
       float grad_h = scratch->values[i * tokens + token[p]];
       if (pulls_.l1) grad_h += l1_gradient(pulls_.l1[token[p]], h[p]);
       grad_gate[p] = grad_h * up;
       if (pulls_.count) grad_gate[p] += count_gradient(pulls_.count[token[p]], gate);
-      pairs->gate[source] = grad_gate[p];
       pairs->up[source] = grad_up[p] = grad_h * gate;
+    }
+    if (pulls_.runs.run) scratch->runs.add(pulls_.runs, token, gates, n, grad_gate);
+    double bias_gate = 0, bias_up = 0;
+    for (int64_t p = 0; p < n; ++p) {
+      pairs->gate[neurons.source[begin + p]] = grad_gate[p];
       bias_gate += grad_gate[p];
       bias_up += grad_up[p];
     }

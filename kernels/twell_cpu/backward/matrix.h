@@ -15,6 +15,7 @@ class SharedNeuronGradients {
     Bytes rows, x_scale, grad_scale;
     std::vector<float> values, pair_values, sums;
     std::vector<char> rounded;
+    RunScratch runs;
   };
 
   // Gradients of the weights of `shared` neurons (ascending), whole rows of each; those of down go to rows of

@@ -133,7 +133,8 @@ Tensor forward(const Call& call, const MaybeTensor& b_down, twell::Report* repor
 std::tuple<Tensor, Tensor, Tensor> ffn(Tensor x, Tensor w_up, Tensor w_down, MaybeTensor w_gate, MaybeTensor b_up,
                                        MaybeTensor b_down, MaybeTensor b_gate, MaybeTensor /*l1_scale*/,
                                        MaybeTensor token_weight, MaybeTensor tally, int64_t capacity,
-                                       MaybeTensor /*count_scale*/) {
+                                       MaybeTensor /*count_scale*/, MaybeTensor /*run*/, MaybeTensor /*run_size*/,
+                                       MaybeTensor /*unions*/) {
   const Call call(x, w_up, w_down, w_gate, b_up, b_down, b_gate);
   const twell::Block& block = call.block;
   const int64_t element = twell::element_bytes(block.dtype);
@@ -166,12 +167,18 @@ Tensor infer(Tensor x, Tensor w_up, Tensor w_down, MaybeTensor w_gate, MaybeTens
   return forward(call, b_down, &report, nullptr, max_density);
 }
 
+const int64_t* int64_pointer(const MaybeTensor& tensor, MaybeTensor* keep) {
+  if (!tensor) return nullptr;
+  *keep = twell::as_contiguous(*tensor);
+  return static_cast<const int64_t*>((*keep)->const_data_ptr());
+}
+
 enum Need { kX, kUp, kDown, kGate, kBiasUp, kBiasDown, kBiasGate };
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> ffn_backward(
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> ffn_backward(
     Tensor grad_y, Tensor state_tensor, Tensor x, Tensor w_up, Tensor w_down, MaybeTensor w_gate, MaybeTensor b_up,
     MaybeTensor b_gate, MaybeTensor l1_scale, MaybeTensor token_weight, int64_t capacity, int64_t needs,
-    MaybeTensor count_scale) {
+    MaybeTensor count_scale, MaybeTensor run, MaybeTensor run_size) {
   const Call call(x, w_up, w_down, w_gate, b_up, std::nullopt, b_gate);
   const twell::Block& block = call.block;
   const bool gated = block.up != nullptr;
@@ -211,10 +218,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> ffn_backward(
   gradients.down = pointer(grad_down, kDown);
   gradients.b_gate = bias_gate.data();
   gradients.b_up = bias_up.data();
+  int64_t in_runs = 0;
+  gradients.in_runs = &in_runs;
+  MaybeTensor keep_run, keep_size;
+  const twell::Runs runs{int64_pointer(run, &keep_run), int64_pointer(run_size, &keep_size),
+                         run ? run_size->numel() : 0, terms.count_scale};
 
   const auto dense =
       twell::backward(block, call.kernels, call.threads, grad_TD.const_data_ptr(), state,
-                      {pulls(terms.l1_scale, l1_pulls), pulls(terms.count_scale, count_pulls)}, gradients);
+                      {pulls(terms.l1_scale, l1_pulls), pulls(terms.count_scale, count_pulls), runs}, gradients);
 
   bool whole = dense.size() == 1 && dense[0].first == 0 && dense[0].second == block.tokens;
   const auto add = [&](Tensor& sums, const Tensor& terms) {
@@ -292,13 +304,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> ffn_backward(
       for (size_t d = 0; d < part.size(); ++d) bias_down[d] += part[d];
     }
   }
+  Tensor of_runs = torch::stable::new_empty(x, {run ? 1 : 0}, ScalarType::Float);
+  if (run) *static_cast<float*>(of_runs.mutable_data_ptr()) = static_cast<float>(in_runs);
   return {grad_x,
           grad_up,
           grad_down,
           grad_gate,
           bias_gradient(kBiasUp, block.width, gated ? bias_up : bias_gate),
           bias_gradient(kBiasDown, block.hidden, bias_down),
-          bias_gradient(kBiasGate, block.width, bias_gate)};
+          bias_gradient(kBiasGate, block.width, bias_gate),
+          of_runs};
 }
 
 bool cpu_matrix_unit() { return twell::select_kernels(twell::DType::kBFloat16).matrix_unit; }

@@ -7,7 +7,7 @@ namespace {
 
 enum Need { kX, kUp, kDown, kGate, kBiasUp, kBiasDown, kBiasGate };
 
-using Seven = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+using Results = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 // A gradient with padded rows, while kernels write it; empty where it is not wanted.
 struct Output {
@@ -26,9 +26,11 @@ struct Output {
   }
 };
 
-Seven ffn_backward(Tensor grad_y, Tensor state, Tensor x, Tensor w_up, Tensor w_down, MaybeTensor w_gate,
-                   MaybeTensor b_up, MaybeTensor b_gate, MaybeTensor l1_scale, MaybeTensor token_weight,
-                   int64_t capacity, int64_t needs, MaybeTensor count_scale) {
+Results ffn_backward(Tensor grad_y, Tensor state, Tensor x, Tensor w_up, Tensor w_down, MaybeTensor w_gate,
+                     MaybeTensor b_up, MaybeTensor b_gate, MaybeTensor l1_scale, MaybeTensor token_weight,
+                     int64_t capacity, int64_t needs, MaybeTensor count_scale, MaybeTensor run,
+                     MaybeTensor /*run_size*/) {
+  if (run) throw std::runtime_error("hf_twell's CUDA kernels do not count runs of tokens");
   check_sizes(x, w_up);
   check_training(x, w_up, capacity);
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
@@ -74,7 +76,14 @@ Seven ffn_backward(Tensor grad_y, Tensor state, Tensor x, Tensor w_up, Tensor w_
     b_down = torch::stable::sum(torch::stable::reshape(as_contiguous(grad_y), sizes), over);
   }
   Tensor dx = wants(kX) ? torch::stable::reshape(grad_x.cut(hidden), x.sizes()) : grad_x.rows;
-  return {dx, grad_up.cut(hidden), down, grad_gate.cut(hidden), grad_b_up.rows, b_down, grad_b_gate.rows};
+  return {dx,
+          grad_up.cut(hidden),
+          down,
+          grad_gate.cut(hidden),
+          grad_b_up.rows,
+          b_down,
+          grad_b_gate.rows,
+          allocated(x, {0}, ScalarType::Float)};
 }
 
 }  // namespace

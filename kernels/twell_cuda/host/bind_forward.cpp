@@ -117,7 +117,8 @@ Tensor dequantized_first(const Tensor& x, const Tensor& w_up, const Tensor& w_do
 std::tuple<Tensor, Tensor, Tensor> ffn(Tensor x, Tensor w_up, Tensor w_down, MaybeTensor w_gate, MaybeTensor b_up,
                                        MaybeTensor b_down, MaybeTensor b_gate, MaybeTensor /*l1_scale*/,
                                        MaybeTensor token_weight, MaybeTensor tally, int64_t capacity,
-                                       MaybeTensor /*count_scale*/) {
+                                       MaybeTensor /*count_scale*/, MaybeTensor /*run*/, MaybeTensor /*run_size*/,
+                                       MaybeTensor /*unions*/) {
   check_sizes(x, w_up);
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   const bool training = capacity != 0 || tally;
