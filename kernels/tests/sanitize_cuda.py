@@ -11,6 +11,7 @@ os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
 
 import torch
 
+from hf_twell.blocks.batches import runs_of
 from hf_twell.ops import api, experts, reference
 from tests import ffn_cases
 from tests.quantized_cases import KINDS, quantized_case, truth_of
@@ -170,6 +171,39 @@ def train() -> int:
             gradients.append([t.grad.float() for t in (*leaves.values(), tally) if t is not None])
         for ours, theirs in zip(*gradients, strict=True):
             assert (ours - theirs).norm() <= 0.05 * theirs.norm() + 0.05
+        calls += 1
+    return calls + count_runs()
+
+
+def count_runs() -> int:
+    """Training by columns with runs of neighbours, some of whose tokens are padding; in one chunk and in two."""
+    calls = 0
+    cases = [(call, tokens, share) for call in CALLS for tokens, share in ((1, 1), (300, 16), (300, 200), (2100, 64))]
+    cases += [(CALLS[2], 33_000, 500)]
+    for (hidden, width, density, gated, biases, dtype), tokens, share in cases:
+        case = on_gpu(tokens, hidden, width, density, dtype, gated=gated, biases=biases)
+        place, scale = torch.arange(tokens, device="cuda"), torch.tensor(0.01, device="cuda")
+        runs = runs_of({"input_ids": place[None], "attention_mask": (place % 70 < 50)[None]}, share)
+        sizes = (runs.tokens >= 0).sum(1)
+        arguments = [case[name] for name in ORDER[:7]]
+        state = torch.ops.hf_twell.ffn(*arguments, None, None, None, width, scale, runs.run, sizes)[2]
+        x, w_up, w_down, w_gate, b_up, _, b_gate = arguments
+        grad_y = torch.randn_like(x)
+        terms = (None, None, width, 127, scale, runs.run, sizes)
+        found = torch.ops.hf_twell.ffn_backward(grad_y, state, x, w_up, w_down, w_gate, b_up, b_gate, *terms)
+
+        leaves = {name: None if t is None else t.clone().requires_grad_() for name, t in case.items()}
+        unions = torch.zeros(1, device="cuda", requires_grad=True)
+        up = reference.linear(leaves["x"], leaves["w_up"], None, leaves["b_up"])
+        gate = reference.linear(leaves["x"], leaves["w_gate"], None, leaves["b_gate"]) if gated else up
+        active = reference.inject_count(gate.relu(), scale, None, runs, unions)
+        y = reference.linear(active * up if gated else active, leaves["w_down"], None, leaves["b_down"])
+        y.backward(grad_y)
+        for name, ours in zip((*ORDER[:7], "unions"), found, strict=True):
+            leaf = unions if name == "unions" else leaves[name]
+            if leaf is not None:
+                ours, theirs = ours.float(), leaf.grad.float()
+                assert (ours - theirs).norm() <= 0.05 * theirs.norm() + 0.05, name
         calls += 1
     return calls
 
