@@ -3,11 +3,12 @@
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hf_twell.blocks.batches import Runs, runs_of
 from hf_twell.ops import api, reference
 
 ISAS = ("portable", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "avx512_bf16_wide", "amx")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-GRADIENTS = ("y", "x", "w_up", "w_down", "w_gate", "b_up", "b_down", "b_gate", "tally")
+GRADIENTS = ("y", "x", "w_up", "w_down", "w_gate", "b_up", "b_down", "b_gate", "tally", "unions")
 FEW_PAIRS = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 2**-20}
 KINDS = 8  # tokens differ in kind, and a neuron's gate is far from zero for each kind
 
@@ -51,7 +52,35 @@ def near_zero(case):
     return {name: t / 16 if name in scaled and t is not None else t for name, t in case.items()}
 
 
-def run(function, case, dtype, *, l1=True, count=0.0, grad=True, **options):
+def exact_gates(case):
+    """The same case with gates that every dtype holds, k / 64 for whole k: many tokens of a run are equally strong."""
+    first = "up" if case["w_gate"] is None else "gate"
+    weight, bias = case[f"w_{first}"].clone(), case[f"b_{first}"]
+    sizes = torch.arange(len(weight) * KINDS).view(-1, KINDS) * 7 % 11 + 1
+    weight[:, :KINDS] = torch.where(weight[:, :KINDS] > 0, sizes / 64, -sizes / 64).to(weight.dtype)
+    weight[:, KINDS:] = 0
+    x = case["x"].clone()
+    x[:, :KINDS] *= (1 + torch.arange(len(x)) // KINDS % 3).view(-1, 1)
+    return {**case, f"w_{first}": weight, f"b_{first}": None if bias is None else torch.zeros_like(bias), "x": x}
+
+
+PADDING = ("none", "left", "right", "holes")
+
+
+def make_runs(rows, length, share, padding="none"):
+    """Runs of a batch (rows, length), of which some tokens are padding."""
+    place = torch.arange(length).expand(rows, length)
+    padded = torch.arange(rows).view(-1, 1) * length // (rows + 1)  # none of the first row
+    mask = {
+        "none": place >= 0,
+        "left": place >= padded,
+        "right": place < length - padded,
+        "holes": (place + padded) % 5 != 2,
+    }[padding]
+    return runs_of({"input_ids": mask, "attention_mask": mask}, share)
+
+
+def run(function, case, dtype, *, l1=True, count=0.0, runs: Runs | None = None, grad=True, **options):
     """y and every gradient of one call, in `dtype`; the incoming gradient is the same for every dtype.
 
     `count`: the count term's scale; 0 for none.
@@ -67,6 +96,8 @@ def run(function, case, dtype, *, l1=True, count=0.0, grad=True, **options):
         extra = {"l1_scale": torch.tensor(0.03), "token_weight": weight, "tally": tally}
     if count:
         extra["count_scale"] = torch.tensor(count)
+    if runs is not None:
+        extra |= {"runs": runs, "unions": torch.zeros(1, requires_grad=grad)}
     positional = [inputs.pop(name) for name in ("x", "w_up", "w_down", "w_gate")]
     y = function(*positional, **inputs, **extra, **options)
     results = {"y": y}
@@ -86,11 +117,12 @@ def cpu_ffn(*args, **options):
     return api.ffn(*args, **options, backend="cpu")
 
 
-def assert_as_good_as_eager(function, case, count=0.0, **options):
+def assert_as_good_as_eager(function, case, count=0.0, runs=None, **options):
     """At most twice the error of same-dtype eager PyTorch against an exact result; zero where that is all zero."""
     dtype = case["x"].dtype
-    truth = run(reference.ffn, case, torch.float64, count=count)
-    eager, ours = run(reference.ffn, case, dtype, count=count), run(function, case, dtype, count=count, **options)
+    of_count = {"count": count, "runs": runs}
+    truth = run(reference.ffn, case, torch.float64, **of_count)
+    eager, ours = run(reference.ffn, case, dtype, **of_count), run(function, case, dtype, **of_count, **options)
     assert ours.keys() == truth.keys()
     few = truth["tally"][1:].count_nonzero() < 64
     for name, value in ours.items():

@@ -273,11 +273,12 @@ def store_density(
 def _key(ffn: "SparseFfn", x: torch.Tensor, operands: Operands, reports: bool = False) -> CallKey:
     scaled = operands.s_up is not None
     quantize_x = scaled and quantizes_x(ffn._modules[ffn.twell.form.up])
-    known = {"quantize_x": quantize_x, "asked": ffn.twell.backend != "auto"}
-    key = key_of(x, operands.w_up, operands.w_down, training=not scaled and (reports or _learns(ffn, x)), **known)
+    training, l1 = not scaled and (reports or _learns(ffn, x)), ffn.twell_state.l1
+    known = {"runs": training and l1 is not None and l1.runs is not None, "asked": ffn.twell.backend != "auto"}
+    key = key_of(x, operands.w_up, operands.w_down, training=training, quantize_x=quantize_x, **known)
     # In training mode without gradients runs the forward of re-entrant checkpointing, which goes as its recomputation.
     # Where no kernels train, text that is generated there goes by kernels all the same.
-    return key if torch.is_grad_enabled() or training_problem(key) is None else key._replace(training=False)
+    return key if torch.is_grad_enabled() or training_problem(key) is None else key._replace(training=False, runs=False)
 
 
 def _learns(ffn: "SparseFfn", x: torch.Tensor) -> bool:

@@ -190,9 +190,7 @@ class SparseFfn(SparseBlock):
         if not (torch.compiler.is_compiling() and has_forward_of(SparseFfn, self)):
             self.twell_state.awaited = None
         l1 = self.l1_of(x)
-        # The L1 term and the count term are in the kernels' backward; what runs of tokens add to the count is not.
-        has_runs = l1 is not None and l1.runs is not None
-        operands = None if has_runs else self._operands(x)
+        operands = self._operands(x)
         return self._through_submodules(x, l1) if operands is None else self._compute(x, l1, operands)
 
     def _operands(self, x: torch.Tensor) -> Operands | None:
@@ -224,6 +222,8 @@ class SparseFfn(SparseBlock):
             if l1 is not None:
                 term = "count_scale" if l1.counts else "l1_scale"
                 options |= {term: l1.scale, "token_weight": l1.token_weight, "tally": l1.tally}
+                if l1.runs is not None:
+                    options |= {"runs": l1.runs, "unions": l1.unions}
             if way == "dense":
                 y = api.dense_ffn(x, *weights, **options)
             else:

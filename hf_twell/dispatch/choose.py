@@ -35,7 +35,8 @@ def choose(key: CallKey, activity: Activity = UNKNOWN) -> Way:
         return "plain"
     if (key.asked and key.device == "cuda" and key.rival == "torch") or faster(key, activity):
         return "kernels"
-    if key.compiled or key.weights in EIGHT_BIT or key.dtype not in dense_dtypes(key.device):
+    # Between plain matmuls, kernels count no runs.
+    if key.compiled or key.runs or key.weights in EIGHT_BIT or key.dtype not in dense_dtypes(key.device):
         return "plain"
     if key.device == "cpu" and not key.training and key.tokens * key.width < limit("kCpuSmallestH"):
         return "plain"
@@ -56,9 +57,13 @@ def faster(key: CallKey, activity: Activity) -> bool:
     if activity.union is not None and (most := max_union(key)) is not None:
         return activity.union <= most
     if activity.density is None:
-        return not too_small(key)
+        # With runs a CPU's operator computes no plain matmuls in backward, however dense it finds the call.
+        blind = key.runs and key.device == "cpu" and not key.asked
+        return not blind and not too_small(key)
     if _trains_by_union(key, activity):
         return True
+    if key.runs and key.device == "cuda":  # where kernels that keep pairs know none
+        return False
     most = max_density(key, activity.on_kernels)
     if activity.union is not None and activity.density > most and goes_by_union(key, activity.density):
         return activity.union <= limit("kCpuMaxUnion")
@@ -130,6 +135,8 @@ def columns_pay(key: CallKey, activity: Activity) -> bool:
     """
     if not _trains_by_union(key, activity):
         return False
+    if key.runs:
+        return True
     _, _, pairs = _row("kCudaTrainingUnionLimits", key.tokens)
     return activity.union <= pairs + limit("kCudaColumnsDensity") * activity.density
 

@@ -23,6 +23,7 @@ class CallKey(NamedTuple):
         tokens: T, the rows of x: those of all sequences together. A graph may leave it open.
         hidden, width: D and F.
         training: whether gradients of something are wanted, now or when re-entrant checkpointing runs it again.
+        runs: whether the count term of training counts runs of tokens, too.
         quantize_x: whether x is to be quantized, as torchao's or vLLM's dynamic fp8 does it.
         casts: whether kernels would cast float32 weights that autocast keeps cast for plain matmuls.
         compiled: whether the call is traced into a graph.
@@ -40,6 +41,7 @@ class CallKey(NamedTuple):
     hidden: int
     width: int
     training: bool = False
+    runs: bool = False
     quantize_x: bool = False
     casts: bool = False
     compiled: bool = False
@@ -54,7 +56,7 @@ class CallKey(NamedTuple):
 
 def key_of(x: torch.Tensor, w_up: torch.Tensor, w_down: torch.Tensor, **known: Any) -> CallKey:
     """The key of a call with this x (..., D) and these weights, (F, D) and (D, F). `known` are the members that these
-    do not tell: training, quantize_x, asked, rival."""
+    do not tell: training, runs, quantize_x, asked, rival."""
     (width, hidden), compiled, dtype = w_up.shape, torch.compiler.is_compiling(), dtype_of(x)
     # On a GPU the operator is faster all the same, by fewer launches; a compiled graph casts as it computes.
     autocast = x.device.type == "cpu" and not compiled and torch.is_autocast_enabled("cpu")

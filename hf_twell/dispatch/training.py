@@ -124,39 +124,51 @@ class ModelChoice:
     only when one is too small. A way that was gone before is not compiled again. The figures of a step decide at the
     end of the next one, which waits for them in every mode: the device still has that step to do, and all ranks change
     together.
+
+    Where runs of tokens count, the mean of the blocks' unions decides instead, of runs as they count; no capacity is
+    then too small.
     """
 
     def __init__(self) -> None:
         self._steps = 0
         self._seen: tuple[list[Block], float, Sample] | None = None
 
-    def end_step(self, blocks: list[Block], tokens: float, density: Callable[[], torch.Tensor]) -> None:
+    def end_step(
+        self,
+        blocks: list[Block],
+        tokens: float,
+        density: Callable[[], torch.Tensor],
+        union: Callable[[], torch.Tensor | None] = lambda: None,
+    ) -> None:
         """Take in a step that has run; the next one may go another way.
 
         Args:
             blocks: the compiled ones.
             tokens: of a micro-batch on this rank.
             density: gives that of every layer in this step, (L,), on any device; called in some steps only.
+            union: gives that of runs, likewise; None where no runs count.
         """
         if self._seen is not None:
             seen, self._seen = self._seen, None
             _choose_together(*seen)
         if self._steps % limit("kCudaSampleSteps") == 0:
-            self._seen = blocks, tokens, Sample(density())
+            shares = [share for share in (density(), union()) if share is not None]
+            self._seen = blocks, tokens, Sample(torch.stack(shares))
         self._steps += 1
 
 
 def _choose_together(blocks, tokens, sample):
-    densities = sample.values()
+    densities, *unions = sample.values()
     seen = [(block.choice, densities[block.layer], block.width) for block in blocks]
     # Sizes make no difference in training on a GPU, nor does the type.
-    key = CallKey("cuda", HOPPER, torch.bfloat16, torch.bfloat16, tokens, 0, 0, training=True)
+    key = CallKey("cuda", HOPPER, torch.bfloat16, torch.bfloat16, tokens, 0, 0, training=True, runs=bool(unions))
     on_kernels = all(choice.sparse for choice, _, _ in seen)
     counted = limit("kCudaTrainingCounts") * max_density(key, on_kernels)
     mean = sum(min(density, counted) for _, density, _ in seen) / len(seen)
-    sparse = faster(key, Activity(mean, on_kernels))
+    union = sum(unions[0][block.layer] for block in blocks) / len(blocks) if unions else None
+    sparse = faster(key, Activity(mean, on_kernels, union=union))
     room = limit("kCudaCapacityTight")
-    fit = all((choice.capacity or 0) >= room * density * width for choice, density, width in seen)
+    fit = bool(unions) or all((choice.capacity or 0) >= room * density * width for choice, density, width in seen)
     for choice, density, width in seen:
         choice.density, choice.sparse = density, sparse
         if sparse and not fit:  # the capacities of all blocks, so that rising densities seldom compile anew

@@ -12,7 +12,7 @@ from hf_twell.dispatch.constant import assume_constant_result
 from hf_twell.dispatch.key import EIGHT_BIT, CallKey, dtype_of, key_of
 from hf_twell.dispatch.training import sampled_on_cpu, saved_capacity
 from hf_twell.ops import build, reference
-from hf_twell.ops.checks import check_quantize_x, check_scales_of_terms, check_tensors
+from hf_twell.ops.checks import check_quantize_x, check_runs, check_scales_of_terms, check_tensors
 
 
 def ffn(
@@ -31,6 +31,8 @@ def ffn(
     count_scale: torch.Tensor | None = None,
     token_weight: torch.Tensor | None = None,
     tally: torch.Tensor | None = None,
+    runs: tuple[torch.Tensor, torch.Tensor] | None = None,
+    unions: torch.Tensor | None = None,
     capacity: int | None = None,
     quantize_x: bool = False,
     backend: str = "auto",
@@ -46,17 +48,22 @@ def ffn(
     Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()) has it: v_t the e4m3 values and s_t = max|x_t| / 448
     the scale of token t (`hf_twell.ops.reference.quantized_rows`). h is not quantized, as torchao's is.
     With `l1_scale`, backward adds the L1 term's gradient and reports sparsity: see `hf_twell.ops.reference.inject_l1`.
-    With `count_scale` it adds the count term's, by `inject_count` of that module, and reports the same.
+    With `count_scale` it adds the count term's, by `inject_count` of that module, and reports the same. With `runs`
+    besides, it adds that of runs of neighbouring tokens, and reports to `unions` what they activate.
 
     Shapes:
         x (..., D); w_up, w_gate (F, D); w_down (D, F); b_up, b_gate (F,); b_down (D,); returns (..., D).
         s_up, s_gate (F,) or (F, 1), s_down (D,) or (D, 1), float32: where the weights are 8-bit, all of them.
         l1_scale, count_scale () fp32; token_weight x.shape[:-1] fp32, None for ones; tally (1 + F,) fp32 leaf, or None.
+        runs: tokens (R, share) int64, each run's places in x seen as (T, D), and -1 after the last of a shorter one;
+        run (T,) int64, each token's row there, 0..R - 1. Padding has the last row, which holds no places. What is no
+        row at all is refused on a CPU; on a GPU, and in a compiled graph, nobody looks. unions (1,) fp32 leaf or None.
 
     Args:
         capacity: active neurons per token, on average, that forward keeps for backward; a matter of memory and speed
             alone, since backward computes again what did not fit. By default F / 16 on a CPU, F / 44 on a GPU. There F
-            keeps whole columns of 64 tokens instead, which takes less time where neighbours share their neurons.
+            keeps whole columns of 64 tokens instead, which takes less time where neighbours share their neurons, and
+            which it does with `runs` whatever this says.
         quantize_x: whether x is quantized, in calls of more than 64 tokens: a matmul of fewer is bound by the bytes of
             its weights, so nothing would be gained there. For float8_e4m3fn weights, and without gradients. "cuda"
             does so on GPUs of compute capability 9.0, for an x in bfloat16 or float16 and D a multiple of 16.
@@ -79,6 +86,7 @@ def ffn(
     scales = (s_up, s_down, s_gate)
     check_tensors(x, w_up, w_down, w_gate, b_up, b_down, b_gate, *scales, token_weight, tally)
     check_scales_of_terms(l1_scale, count_scale, tally)
+    check_runs(x, count_scale, runs, unions)
     if capacity is not None and capacity < 1:
         raise ValueError(f"capacity={capacity}; give a number of neurons of at least 1, or None for the default")
     if quantize_x:
@@ -98,17 +106,21 @@ def ffn(
         "token_weight": token_weight,
         "tally": tally,
     }
+    of_runs: dict[str, Any] = {} if runs is None else {"runs": runs, "unions": unions}
     if key is not None:
         needs_grad = key.training and torch.is_grad_enabled()
     else:
-        needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*inputs, tally))
+        needs_grad = torch.is_grad_enabled() and any(
+            t is not None and t.requires_grad for t in (*inputs, tally, unions)
+        )
     if quantize_x:
         check_quantize_x(w_up, needs_grad)
     if key is None and resolve(backend, x.device.type) != "reference":
         asked = backend != "auto"
-        key = key_of(x, w_up, w_down, training=needs_grad, quantize_x=quantize_x, asked=asked)
+        has_runs = needs_grad and runs is not None
+        key = key_of(x, w_up, w_down, training=needs_grad, runs=has_runs, quantize_x=quantize_x, asked=asked)
     if key is None or not _kernels_take(key, backend):
-        return reference.ffn(x, w_up, w_down, w_gate, **beside, **terms, quantize_x=quantize_x)
+        return reference.ffn(x, w_up, w_down, w_gate, **beside, **terms, **of_runs, quantize_x=quantize_x)
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         inputs = tuple(t if t is None or t.dtype in EIGHT_BIT else t.to(dtype) for t in inputs)
@@ -121,14 +133,21 @@ def ffn(
     if way != "kernels":
         beside |= {"b_up": b_up, "b_down": b_down, "b_gate": b_gate}
         if way == "plain":
-            return reference.ffn(x, w_up, w_down, w_gate, **beside, **terms)
+            return reference.ffn(x, w_up, w_down, w_gate, **beside, **terms, **of_runs)
         return dense_ffn(x, w_up, w_down, w_gate, b_up=b_up, b_down=b_down, b_gate=b_gate, **terms)
     if not needs_grad:  # nothing reads the report, and the terms change gradients alone
         most = 1.0 if looked else max_density_of_size(key)
         return torch.ops.hf_twell.infer(*inputs, *scales, quantize_x, most)
     l1_scale, count_scale, token_weight = _in_float32(l1_scale, count_scale, token_weight)
-    capacity = min(capacity or saved_capacity(x.device.type, w_up.shape[0]), w_up.shape[0])
-    return torch.ops.hf_twell.ffn(*inputs, l1_scale, token_weight, tally, capacity, count_scale)[0]
+    width = w_up.shape[0]
+    capacity = min(capacity or saved_capacity(x.device.type, width), width)
+    if runs is None:
+        return torch.ops.hf_twell.ffn(*inputs, l1_scale, token_weight, tally, capacity, count_scale)[0]
+    if x.is_cuda:  # whose kernels that keep pairs know no runs
+        capacity = width
+    tokens, run = runs
+    of_count = count_scale, run.contiguous(), (tokens >= 0).sum(1), unions
+    return torch.ops.hf_twell.ffn(*inputs, l1_scale, token_weight, tally, capacity, *of_count)[0]
 
 
 def dense_ffn(

@@ -67,6 +67,44 @@ def check_scales_of_terms(
         )
 
 
+def check_runs(
+    x: torch.Tensor,
+    count_scale: torch.Tensor | None,
+    runs: tuple[torch.Tensor, torch.Tensor] | None,
+    unions: torch.Tensor | None,
+) -> None:
+    """Refuse, by a ValueError, runs that are not those of x's tokens, or are given without the count term. Which rows
+    `run` names is looked at where nothing waits for that: on a CPU, and not in a graph."""
+    if runs is None:
+        if unions is not None:
+            raise ValueError("unions was given without runs, of which it counts the neurons; give both, or neither")
+        return
+    if count_scale is None:
+        raise ValueError("runs was given without count_scale; runs of tokens add to the count term alone")
+    tokens, run = runs
+    count = x.shape[:-1].numel()
+    for name, tensor, shape, fits in (
+        ("tokens", tokens, "(R, share)", tokens.ndim == 2 and len(tokens) > 0),
+        ("run", run, f"({count},)", run.shape == (count,)),
+        ("unions", unions, "(1,)", unions is None or unions.shape == (1,)),
+    ):
+        if tensor is None:
+            continue
+        if not fits:
+            raise ValueError(f"{name} of runs has shape {tuple(tensor.shape)}; expected {shape}")
+        if tensor.device != x.device:
+            raise ValueError(f"x is on {x.device} and {name} of runs on {tensor.device}; move them to one device")
+        if name != "unions" and tensor.dtype != torch.int64:
+            raise ValueError(f"{name} of runs is {tensor.dtype}; give torch.int64")
+    if run.is_cpu and count > 0 and not torch.compiler.is_compiling():
+        least, most = (int(bound) for bound in run.aminmax())
+        if least < 0 or most >= len(tokens):
+            raise ValueError(
+                f"run holds {least if least < 0 else most}; give each token a row of tokens, of 0..{len(tokens) - 1}, "
+                "and padding the last"
+            )
+
+
 def check_quantize_x(w_up: torch.Tensor, needs_grad: bool) -> None:
     """Refuse, by a ValueError, to quantize x for other than e4m3 weights, or where gradients are wanted: torchao's has
     none either."""

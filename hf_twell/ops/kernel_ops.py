@@ -76,8 +76,8 @@ def _backward(ctx, grad_y, _grad_report, _grad_state):
         grad_y, state, *inputs, ctx.capacity, needs, count_scale, run, run_size
     )
     gradients = [result if wants[i] else None for i, result in enumerate(results)]
-    of_terms = (None, None, report if wants[9] else None, None, None, None, None, in_runs if wants[14] else None)
-    return *gradients, *of_terms
+    of_unions = in_runs if any(wants[14:]) else None  # PyTorch leaves out what is the default at the end of a call
+    return *gradients, None, None, report if wants[9] else None, None, None, None, None, of_unions
 
 
 library.register_autograd("hf_twell::ffn", _backward, setup_context=_setup_context)

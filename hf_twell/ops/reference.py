@@ -29,6 +29,8 @@ def ffn(
     count_scale: torch.Tensor | None = None,
     token_weight: torch.Tensor | None = None,
     tally: torch.Tensor | None = None,
+    runs: tuple[torch.Tensor, torch.Tensor] | None = None,
+    unions: torch.Tensor | None = None,
     quantize_x: bool = False,
 ) -> torch.Tensor:
     """ReLU feed-forward block, dense arithmetic; see `hf_twell.ops.ffn` for formula and arguments."""
@@ -37,7 +39,7 @@ def ffn(
     up = linear(x, w_up, s_up, b_up)
     active = torch.relu(up if w_gate is None else linear(x, w_gate, s_gate, b_gate))
     if count_scale is not None:
-        active = inject_count(active, count_scale, token_weight)
+        active = inject_count(active, count_scale, token_weight, runs, unions)
     h = active if w_gate is None else active * up
     if l1_scale is not None or tally is not None:
         h = inject_l1(h, l1_scale, token_weight, tally)

@@ -259,7 +259,7 @@ class L1Penalty:
             ffn.twell_state.on_kernels = block.choice.sparse or ffn.twell.backend != "auto"
         blocks = [block for ffn, block in compiled if ffn.twell.backend == "auto"]
         if blocks:
-            self._choice.end_step(blocks, self._batch_tokens, step.density)
+            self._choice.end_step(blocks, self._batch_tokens, step.density, step.union)
 
     @property
     def device(self) -> torch.device:
