@@ -30,6 +30,8 @@ CALLS = (
 # By columns, tokens of a kind together: of weights' gradients steady neurons beside others, pieces of the tokens; and
 # two chunks.
 SORTED = (*((call, 4200) for call in CALLS), (CALLS[2], 33_000))
+# The same where runs of so many tokens count: within half a block, across its border, and across that of two chunks.
+SHARED = (*((call, *of_runs) for call in CALLS for of_runs in ((1, 1), (300, 16), (300, 200))), (CALLS[2], 33_000, 500))
 ORDER = ("x", "w_up", "w_down", "w_gate", "b_up", "b_down", "b_gate", "s_up", "s_down", "s_gate")
 QUANTIZED_CALLS = (
     (16, 16, 1.0, True, True, torch.bfloat16),
@@ -149,25 +151,31 @@ def norms() -> int:
 
 
 def train() -> int:
-    """With room for all pairs, for some blocks' and for none; and by columns."""
+    """With room for all pairs, for some blocks' and for none; and by columns, where runs of neighbours may count."""
     if torch.cuda.get_device_capability() != (9, 0):
         return 0
     os.environ.pop("HF_TWELL_CUDA_PATH", None)
     calls = 0
-    cases = [(call, *of_training, False) for call, of_training in itertools.product(CALLS, TRAINED)]
-    cases += [(call, tokens, None, True) for call, tokens in SORTED]
-    for (hidden, width, density, gated, biases, dtype), tokens, capacity, by_kind in cases:
+    cases = [(call, *of_training, False, None) for call, of_training in itertools.product(CALLS, TRAINED)]
+    cases += [(call, tokens, None, True, None) for call, tokens in SORTED]
+    cases += [(call, tokens, None, False, share) for call, tokens, share in SHARED]
+    for (hidden, width, density, gated, biases, dtype), tokens, capacity, by_kind, share in cases:
         case = on_gpu(tokens, hidden, width, density, dtype, gated=gated, biases=biases)
         if by_kind:
             case["x"] = torch.cat([case["x"][kind :: ffn_cases.KINDS] for kind in range(ffn_cases.KINDS)])
         scale = torch.tensor(0.01, device="cuda")
         terms = {"l1_scale": scale, "count_scale": scale, "token_weight": torch.ones(tokens, device="cuda")}
+        if share is not None:
+            with scale.device:
+                case = ffn_cases.exact_gates(case)
+            terms["runs"] = ffn_cases.make_runs(1, tokens, share, "holes").to(scale.device)
         gradients = []
         for ffn in (functools.partial(api.ffn, backend="cuda", capacity=capacity or width), reference.ffn):
             leaves = {name: None if t is None else t.clone().requires_grad_() for name, t in case.items()}
             tally = torch.zeros(1 + width, device="cuda", requires_grad=True)
-            ffn(**leaves, **terms, tally=tally).float().square().sum().backward()
-            gradients.append([t.grad.float() for t in (*leaves.values(), tally) if t is not None])
+            unions = None if share is None else torch.zeros(1, device="cuda", requires_grad=True)
+            ffn(**leaves, **terms, tally=tally, unions=unions).float().square().sum().backward()
+            gradients.append([t.grad.float() for t in (*leaves.values(), tally, unions) if t is not None])
         for ours, theirs in zip(*gradients, strict=True):
             assert (ours - theirs).norm() <= 0.05 * theirs.norm() + 0.05
         calls += 1

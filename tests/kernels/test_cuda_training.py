@@ -65,15 +65,18 @@ def grad_of_y(case):
     return torch.randn(case["x"].shape, generator=g, device=case["x"].device).to(case["x"].dtype)
 
 
-def run(function, case, dtype=None, *, l1="weighted", count=0.0, grad_y=None, **options):
-    """y and every gradient by name, with the tally's where there is an L1 term. `count`: the count term's scale."""
+def run(function, case, dtype=None, *, l1="weighted", count=0.0, runs=None, grad_y=None, **options):
+    """y and every gradient by name, with the tally's where there is an L1 term. `count`: the count term's scale.
+    `runs`: of tokens, which it counts, too."""
     leaves = leaves_of(case, dtype)
     extra = l1_inputs(case, weighted=l1 == "weighted") if l1 else {}
     if count:
         extra["count_scale"] = torch.tensor(count, device=case["x"].device)
+    if runs is not None:
+        extra |= {"runs": runs, "unions": torch.zeros(1, device=case["x"].device, requires_grad=True)}
     y = function(**leaves, **extra, **options)
     y.backward((grad_of_y(case) if grad_y is None else grad_y).to(y.dtype))
-    results = {"y": y} | {name: t.grad for name, t in (leaves | extra).items() if t is not None and t.requires_grad}
+    results = {"y": y} | {name: t.grad for name, t in (leaves | extra).items() if getattr(t, "requires_grad", False)}
     return {name: results[name].detach() for name in GRADIENTS if name in results}
 
 
@@ -86,7 +89,7 @@ def assert_as_good_as_eager(case, ours=None, *, certain=True, **options):
     certain: no gate is so near zero that rounding decides whether it is active.
     """
     dtype, l1 = case["x"].dtype, options.get("l1", "weighted")
-    terms = {"l1": l1, "count": options.get("count", 0.0)}
+    terms = {"l1": l1, "count": options.get("count", 0.0), "runs": options.get("runs")}
     if ours is None:
         poison()
         ours = run(cuda_ffn, case, **options)

@@ -3,6 +3,7 @@
 #include "sm90/training/columns.h"
 
 #include "sm90/training/chunks.h"
+#include "sm90/training/runs.h"
 #include "sm90/training/training.h"
 #include "sm90/training/weights_columns.h"
 #include "twell_state.h"
@@ -50,14 +51,16 @@ void place_forward(const Ffn& ffn, Cutter& cutter, void** h, Saving* saving) {
 struct Backward {
   Columns columns;
   WeightScratch weights;
+  RunScratch runs;
 };
-Backward place_backward(const Ffn& ffn, bool weights, const Device& device, Cutter& cutter) {
+Backward place_backward(const Ffn& ffn, bool weights, const Runs& runs, const Device& device, Cutter& cutter) {
   const int64_t blocks = backward_blocks(ffn), bytes = blocks * ffn.width * kBlockTokens * 2;
   Backward b{};
   cutter.cut(b.columns.gate, bytes);
   if (ffn.gated()) cutter.cut(b.columns.up, bytes);
   if (ffn.gated() && weights) cutter.cut(b.columns.h, bytes);
   if (weights) place_weights(ffn, blocks, device, cutter, &b.weights);
+  if (runs.run != nullptr) place_runs(ffn, runs.count, cutter, &b.runs);
   return b;
 }
 
@@ -97,9 +100,9 @@ cudaError_t columns_forward(const Ffn& ffn, const Transposition& down, const Ter
   return cudaSuccess;
 }
 
-int64_t columns_backward_bytes(const Ffn& ffn, bool weights, const Device& device) {
+int64_t columns_backward_bytes(const Ffn& ffn, bool weights, const Runs& runs, const Device& device) {
   Cutter cutter(nullptr);
-  place_backward(ffn, weights, device, cutter);
+  place_backward(ffn, weights, runs, device, cutter);
   return cutter.used();
 }
 
@@ -109,8 +112,14 @@ cudaError_t columns_backward(const Ffn& ffn, const Transposition& down, const Te
   Gradients biases{};
   biases.b_gate = gradients.b_gate, biases.b_up = gradients.b_up;
   Cutter cutter(workspace);
-  const Backward b = place_backward(ffn, weights, device, cutter);
+  const Backward b = place_backward(ffn, weights, terms.runs, device, cutter);
   const bool products = gradients.gate != nullptr || gradients.up != nullptr || gradients.down != nullptr;
+  if (terms.runs.run != nullptr) {  // which may go on from one chunk to the next
+    Chunk all{};
+    fit(ffn, count_blocks(ffn), &all);
+    all.active = kept_columns(ffn, all, const_cast<void*>(state));
+    TWELL_RETURN_IF_ERROR(launch_find_strongest(ffn, all, terms.runs, b.runs, device, stream));
+  }
   Chunk chunk{};
   for (; chunk.first < ffn.tokens; chunk.first += chunk.tokens) {
     fit(ffn, backward_blocks(ffn), &chunk);
@@ -124,6 +133,9 @@ cudaError_t columns_backward(const Ffn& ffn, const Transposition& down, const Te
       TWELL_RETURN_IF_ERROR(transpose(down, products ? Start::kBeside : Start::kAfter, stream));
     }
     TWELL_RETURN_IF_ERROR(launch_dh(ffn, chunk, terms, gradients.dy, b.columns, device, stream));
+    if (terms.runs.run != nullptr) {
+      TWELL_RETURN_IF_ERROR(launch_add_strongest(ffn, chunk, terms, b.runs, b.columns.gate, device, stream));
+    }
     if (gradients.x != nullptr) TWELL_RETURN_IF_ERROR(launch_dx(ffn, of_gradients, gradients, device, stream));
     if (!weights) continue;
     const bool adds = chunk.first > 0;

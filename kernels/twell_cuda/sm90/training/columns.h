@@ -11,7 +11,7 @@ namespace twell::sm90 {
 int64_t columns_forward_bytes(const Ffn& ffn);
 cudaError_t columns_forward(const Ffn& ffn, const Transposition& down, const Terms& terms, void* state, void* workspace,
                             const Device& device, cudaStream_t stream);
-int64_t columns_backward_bytes(const Ffn& ffn, bool weights, const Device& device);
+int64_t columns_backward_bytes(const Ffn& ffn, bool weights, const Runs& runs, const Device& device);
 cudaError_t columns_backward(const Ffn& ffn, const Transposition& down, const Terms& terms, const void* state,
                              const Gradients& gradients, void* workspace, const Device& device, cudaStream_t stream);
 

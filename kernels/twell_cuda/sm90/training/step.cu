@@ -152,8 +152,8 @@ cudaError_t sm90_training_forward(const Ffn& ffn, const Transposition& down, con
   return cudaSuccess;
 }
 
-int64_t sm90_backward_bytes(const Ffn& ffn, int64_t capacity, bool weights, const Device& device) {
-  if (keeps_columns(ffn.width, capacity)) return columns_backward_bytes(ffn, weights, device);
+int64_t sm90_backward_bytes(const Ffn& ffn, int64_t capacity, bool weights, const Runs& runs, const Device& device) {
+  if (keeps_columns(ffn.width, capacity)) return columns_backward_bytes(ffn, weights, runs, device);
   int64_t bytes = 0;
   place_backward(ffn, place_state(ffn, capacity, nullptr), weights, nullptr, &bytes);
   return bytes;

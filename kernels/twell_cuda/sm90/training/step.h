@@ -17,7 +17,8 @@ int64_t sm90_training_bytes(const Ffn& ffn, int64_t capacity);  // of the worksp
 cudaError_t sm90_training_forward(const Ffn& ffn, const Transposition& down, const Terms& terms, int64_t capacity,
                                   void* state, void* workspace, const Device& device, cudaStream_t stream);
 
-int64_t sm90_backward_bytes(const Ffn& ffn, int64_t capacity, bool weights, const Device& device);  // of its workspace
+// Terms::runs is for a capacity of F alone. Bytes of the workspace of sm90_backward.
+int64_t sm90_backward_bytes(const Ffn& ffn, int64_t capacity, bool weights, const Runs& runs, const Device& device);
 cudaError_t sm90_backward(const Ffn& ffn, const Transposition& down, const Terms& terms, int64_t capacity,
                           const void* state, const Gradients& gradients, void* workspace, const Device& device,
                           cudaStream_t stream);
