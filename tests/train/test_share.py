@@ -9,12 +9,14 @@ from torch._dynamo.testing import CompileCounter
 
 from hf_twell import L1Penalty, sparsify
 from hf_twell.blocks.batches import runs_of
+from hf_twell.dispatch import limits
 from hf_twell.files.checkpoints import read_state
 from hf_twell.ops import build, reference
 from hf_twell.train.controller import DensityController
 from tests import one_step
 from tests.conftest import one_of, tiny_llama, training_rows
 from tests.ffn_cases import Operators
+from tests.kernels.test_cuda_training import _no_hopper
 from tests.one_step import SHARE
 from tests.train.test_target import SAVE_STEPS, STEPS, WARMUP_STEPS, make_trainer
 
@@ -156,6 +158,62 @@ def test_a_compiled_model_whose_density_nobody_knows_takes_plain_matmuls():
         gradient, found = step(model, batches, wrap=lambda model, count=count: torch.compile(model, backend=count))
         assert_same(gradient, found[f"union_{SHARE}"], (expected, report[f"union_{SHARE}"]))
         assert sum(graphs) == kernels * len(report["layers"])
+
+
+# On a GPU, in bfloat16
+
+
+def on_gpu(backend, dtype=torch.bfloat16):
+    """Of weights that bfloat16 holds, in any type."""
+    return sparse_model(backend).bfloat16().to("cuda", dtype)
+
+
+def gpu_batches(size):
+    batches = [one_step.pad(one_step.rows()[i : i + size], side="left") for i in range(0, 8, size)]
+    return [{name: value.cuda() for name, value in batch.items()} for batch in batches]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(bool(_no_hopper()), reason=_no_hopper())
+@pytest.mark.parametrize("setting", ["eager", "reentrant", "not reentrant", "compiled"])
+def test_kernels_train_on_a_gpu(setting):
+    """As exact as plain matmuls in bfloat16 are."""
+    batches, union = gpu_batches(4), f"union_{SHARE}"
+    expected, _ = step(on_gpu("reference", torch.float32), batches)
+    plain, report = step(on_gpu("reference"), batches)
+    model = on_gpu("cuda")
+    if "reentrant" in setting:
+        model.gradient_checkpointing_enable({"use_reentrant": setting == "reentrant"})
+    if setting == "compiled":
+        torch._dynamo.reset()
+        gradient, found = step(model, batches, wrap=torch.compile)
+    else:
+        with Operators() as ran:
+            gradient, found = step(model, batches)
+        assert ran.names.count("hf_twell.ffn_backward.default") == 2 * len(found["layers"])
+    assert (gradient - expected).norm() <= 2 * (plain - expected).norm()
+    assert found[union] == pytest.approx(report[union], rel=0.02), "gates near zero are rounded to either side"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(bool(_no_hopper()), reason=_no_hopper())
+@pytest.mark.parametrize("compiled", [False, True])
+def test_blocks_on_a_gpu_move_over_by_their_union(monkeypatch, compiled):
+    monkeypatch.setitem(limits.read(), "kCudaTrainingUnionLimits", ((math.inf, 0.9, 0.0),))
+    batches, model = gpu_batches(8), on_gpu("auto")  # 248 tokens, so that a sample has neighbours
+    expected, _ = step(on_gpu("reference", torch.float32), batches)
+    torch._dynamo.reset()
+    forward = torch.compile(model) if compiled else model
+    penalty, gradients, ways = L1Penalty(model, one_step.L1_WEIGHT, **TERM), [], []
+    for _ in range(4):
+        model.zero_grad()
+        for batch in penalty.micro_batches(batches):
+            forward(**batch, num_items_in_batch=one_step.LABELS).loss.backward()
+        torch.cuda.synchronize()
+        gradients.append(one_step.flat_gradient(model))
+        ways.append({layer.mlp.twell_state.on_kernels for layer in model.model.layers})
+    assert (ways[0], ways[-1]) == ({False}, {True})
+    assert (gradients[-1] - expected).norm() <= 2 * (gradients[0] - expected).norm()
 
 
 def test_a_compiled_block_is_compiled_once():
