@@ -54,7 +54,9 @@ double relative_error(const std::vector<double>& truth, const std::vector<float>
 
 double count_slope(double gate) { return 5 / std::pow(std::cosh(5 * gate), 2); }
 
-double check(DType dtype, int64_t tokens, int64_t hidden, int64_t width, bool gated, bool by_column, int64_t capacity) {
+// `share`: tokens of a run; 0 for no runs.
+double check(DType dtype, int64_t tokens, int64_t hidden, int64_t width, bool gated, bool by_column, int64_t capacity,
+             int64_t share) {
   const Kernels& kernels = select_kernels(dtype);
   const Threads threads{2, run_threads};
   std::mt19937 engine(7);
@@ -94,16 +96,42 @@ double check(DType dtype, int64_t tokens, int64_t hidden, int64_t width, bool ga
   std::vector<float> bias_gate(static_cast<size_t>(width)), bias_up(static_cast<size_t>(width));
   std::vector<float> pulls(static_cast<size_t>(tokens));
   for (int64_t t = 0; t < tokens; ++t) pulls[t] = 0.25f + 0.125f * (t % 3);
-  backward(block, kernels, threads, grad.bytes.data(), state, {pulls.data(), pulls.data()},
+  // Every fifth token is padding.
+  const int64_t count = share > 0 ? tokens / share + 2 : 0;
+  std::vector<int64_t> run(static_cast<size_t>(tokens)), size(static_cast<size_t>(count));
+  for (int64_t t = 0; share > 0 && t < tokens; ++t) {
+    run[t] = t % 5 == 4 ? count - 1 : t / share;
+    size[run[t]] += t % 5 != 4;
+  }
+  int64_t in_runs = 0, truth_in_runs = 0;
+  backward(block, kernels, threads, grad.bytes.data(), state,
+           {pulls.data(), pulls.data(), {share > 0 ? run.data() : nullptr, size.data(), count, 0.25f}},
            {grad_x.data(), grad_gate.data(), gated ? grad_up.data() : nullptr, grad_down.data(), bias_gate.data(),
-            bias_up.data()});
+            bias_up.data(), &in_runs});
 
   std::vector<double> truth(x.values.size(), 0), truth_grad(x.values.size(), 0);
+  const auto gate_of = [&](int64_t t, int64_t f) {
+    double g = bias[f];
+    for (int64_t d = 0; d < hidden; ++d) {
+      g += static_cast<double>(x.values[t * hidden + d]) * gate.values[f * hidden + d];
+    }
+    return std::max(g, 0.0);
+  };
+  std::vector<double> strongest(static_cast<size_t>(count * width));
+  for (int64_t t = 0; share > 0 && t < tokens; ++t) {
+    for (int64_t f = 0; f < width; ++f) {
+      double& most = strongest[run[t] * width + f];
+      most = std::max(most, gate_of(t, f));
+    }
+  }
+  for (int64_t r = 0; r < count; ++r) {
+    for (int64_t f = 0; f < width; ++f) truth_in_runs += strongest[r * width + f] > 0 ? size[r] : 0;
+  }
   for (int64_t t = 0; t < tokens; ++t) {
     for (int64_t f = 0; f < width; ++f) {
-      double g = bias[f], u = gated ? 0 : 1, grad_h = 0;
+      double u = gated ? 0 : 1, grad_h = 0;
+      const double g = gate_of(t, f);
       for (int64_t d = 0; d < hidden; ++d) {
-        g += static_cast<double>(x.values[t * hidden + d]) * gate.values[f * hidden + d];
         if (gated) u += static_cast<double>(x.values[t * hidden + d]) * up.values[f * hidden + d];
       }
       if (g <= 0) continue;
@@ -113,7 +141,8 @@ double check(DType dtype, int64_t tokens, int64_t hidden, int64_t width, bool ga
         grad_h += static_cast<double>(grad.values[t * hidden + d]) * weight(d);
       }
       grad_h += g * u > 0 ? pulls[t] : g * u < 0 ? -pulls[t] : 0;
-      const double grad_gate = grad_h * u + pulls[t] * count_slope(g);
+      double grad_gate = grad_h * u + pulls[t] * count_slope(g);
+      if (share > 0 && g == strongest[run[t] * width + f]) grad_gate += 0.25 * size[run[t]] * count_slope(g);
       for (int64_t d = 0; d < hidden; ++d) {
         truth_grad[t * hidden + d] += grad_gate * gate.values[f * hidden + d];
         if (gated) truth_grad[t * hidden + d] += grad_h * g * up.values[f * hidden + d];
@@ -123,6 +152,7 @@ double check(DType dtype, int64_t tokens, int64_t hidden, int64_t width, bool ga
   std::vector<float> result(truth.size()), result_grad(truth.size());
   kernels.widen(y.data(), static_cast<int64_t>(truth.size()), result.data());
   kernels.widen(grad_x.data(), static_cast<int64_t>(truth.size()), result_grad.data());
+  if (in_runs != truth_in_runs) return 1;
   return std::max(relative_error(truth, result), relative_error(truth_grad, result_grad));
 }
 
@@ -326,7 +356,10 @@ int main() {
             const float bias = variant & 4 ? 0.0f : -0.5f;
             accept("int8", hidden, width, variant, check_int8(dtype, tokens, hidden, width, gated, by_column, bias));
             const int64_t capacity = variant & 4 ? 2 : width;
-            accept("block", hidden, width, variant, check(dtype, tokens, hidden, width, gated, by_column, capacity));
+            for (int64_t share : {0, 1, 4, 64}) {
+              const double error = check(dtype, tokens, hidden, width, gated, by_column, capacity, share);
+              accept("block", hidden, width, variant, error);
+            }
           }
         }
       }
