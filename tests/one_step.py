@@ -90,6 +90,7 @@ def trainer_gradient(
     l1_weight=L1_WEIGHT,
     distil=None,
     share=None,
+    backend="auto",
     **arguments,
 ):
     """The gradient just before the optimizer step, and the log row of that step.
@@ -97,13 +98,14 @@ def trainer_gradient(
     Args:
         kind: "Trainer", "SFTTrainer", or a class derived from Trainer.
         share: with one, the term is that of a count which runs of so many tokens share.
+        backend: of the blocks. The model is as dense as an untrained one, so that "auto" takes plain matmuls.
     """
     common = {
         **ONE_STEP,
         "per_device_train_batch_size": len(LENGTHS) // accumulation // processes,
         "gradient_accumulation_steps": accumulation,
     }
-    model, folder = sparsify(tiny_llama()), tempfile.mkdtemp()
+    model, folder = sparsify(tiny_llama(), backend=backend), tempfile.mkdtemp()
     if kind == "SFTTrainer":
         common |= {"output_dir": folder, "bf16": False, "gradient_checkpointing": False}
         trainer = sft_trainer(model, layout, {**common, **arguments})
@@ -154,11 +156,12 @@ def loop_gradient(
     scaler=None,
     layer_weights=None,
     layout="padded",
+    backend="auto",
     **term,
 ) -> tuple[torch.Tensor, dict]:
     """The hand-written loop of the README, with Trainer's normalisation of the task loss; its gradient and report."""
     # With a cache, documents of a row would see each other.
-    model = wrap(sparsify(tiny_llama(use_cache=False)).train(training))
+    model = wrap(sparsify(tiny_llama(use_cache=False), backend=backend).train(training))
     forward = torch.compile(model, fullgraph=True) if compiled else model
     size = len(LENGTHS) // micro_batches
     batches = [COLLATORS[layout](rows()[i : i + size]) for i in range(0, len(LENGTHS), size)]

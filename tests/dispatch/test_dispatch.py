@@ -140,6 +140,28 @@ def test_training_on_a_cpu(amx, most):
         assert choose(cpu_key(100, BF16, amx=amx, training=True), Activity(density)) == way
 
 
+@pytest.mark.parametrize(("amx", "most"), [(False, 0.18), (True, 0.03)])
+def test_training_on_a_cpu_where_runs_count(amx, most):
+    """Up to the same density; and plain matmuls without kernels between them, which know no runs."""
+    key = cpu_key(100, BF16, amx=amx, training=True, runs=True)
+    for density, way in ((most, "kernels"), (most + 0.001, "plain"), (None, "plain")):
+        assert choose(key, Activity(density)) == way
+    assert choose(key._replace(asked=True)) == "kernels"
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_training_on_a_gpu_where_runs_count_goes_by_the_union(tokens):
+    """However low the density is, as kernels that keep pairs know no runs."""
+    key = gpu_key(tokens, training=True, runs=True)
+    most = next(row[1] for row in limit("kCudaTrainingUnionLimits") if tokens <= row[0])
+    for union, factor in itertools.product(UNIONS[1:], (1.0, limit("kCudaTrainingBack"))):
+        activity = Activity(0.001, on_kernels=factor > 1, union=union)
+        assert choose(key, activity) == ("kernels" if union <= most * factor else "plain")
+        assert columns_pay(key, activity) == (union <= most * factor)
+    assert choose(key, Activity(0.001)) == "plain"
+    assert choose(key._replace(asked=True), Activity(1.0, union=1.0)) == "kernels"
+
+
 def test_kernels_that_are_asked_for_are_taken_at_every_density_on_a_gpu_and_at_every_size_on_a_cpu(monkeypatch):
     for training in (False, True):
         assert choose(gpu_key(512, training=training, asked=True), Activity(1.0)) == "kernels"

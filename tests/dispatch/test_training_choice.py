@@ -49,9 +49,9 @@ def few_tokens_pay(monkeypatch):
     monkeypatch.setitem(limits.read(), "kCudaTrainingLimits", ((8, 0.0), (math.inf, LIMIT)))
 
 
-def too_dense(choice, x, gate) -> bool:
+def too_dense(choice, x, gate, runs=False) -> bool:
     tokens, kind = x.numel() // x.shape[-1], torch.bfloat16
-    asked = CallKey("cuda", "9.0", kind, kind, tokens, HIDDEN, INTERMEDIATE, training=True)
+    asked = CallKey("cuda", "9.0", kind, kind, tokens, HIDDEN, INTERMEDIATE, training=True, runs=runs)
     return choose.choose(asked, choice.activity(asked, x, gate)) != "kernels"
 
 
@@ -161,11 +161,19 @@ def test_copies_and_pickles_start_anew():
 
 
 @pytest.mark.parametrize(
-    ("union", "kinds", "by_columns", "dense"),
-    [(0.3, 3, True, False), (0.15, 1, True, False), (0.5, 3, False, True), (0.36, 1, False, False)],
+    ("union", "kinds", "by_columns", "dense", "runs"),
+    [
+        (0.3, 3, True, False, False),
+        (0.15, 1, True, False, False),
+        (0.5, 3, False, True, False),
+        (0.36, 1, False, False, False),
+        (0.36, 1, True, False, True),
+        (0.5, 3, False, True, True),
+    ],
 )
-def test_blocks_whose_neighbours_share_train_by_columns(monkeypatch, union, kinds, by_columns, dense):
-    """Up to a union; and by pairs, also above the limit of density, where these are faster than columns."""
+def test_blocks_whose_neighbours_share_train_by_columns(monkeypatch, union, kinds, by_columns, dense, runs):
+    """Up to a union; and by pairs, also above the limit of density, where these are faster than columns, and where no
+    runs count."""
     numbers = {"kCudaTrainingUnionLimits": ((math.inf, 0.4, 0.1),), "kCudaColumnsDensity": 8.0}
     for name, number in numbers.items():
         monkeypatch.setitem(limits.read(), name, number)
@@ -176,11 +184,22 @@ def test_blocks_whose_neighbours_share_train_by_columns(monkeypatch, union, kind
         run.gate.copy_(torch.where(active, 1.0, -1.0))
     ways = []
     for _ in range(3):
-        ways.append(too_dense(run.choice, run.x, run.gate))
+        ways.append(too_dense(run.choice, run.x, run.gate, runs))
         run.choice.begin_step()
     assert run.choice.union == pytest.approx(union, abs=0.02)
     assert ways == [True, dense, dense]
     assert (run.choice.capacity == INTERMEDIATE) == by_columns
+
+
+def test_where_runs_count_no_density_pays_by_itself():
+    """As kernels that keep pairs know no runs, and where the union is not known nothing speaks for columns."""
+    run = Run()
+    with torch.no_grad():
+        run.gate[1:] = -1.0
+    for _ in range(3):
+        assert too_dense(run.choice, run.x, run.gate, runs=True)
+        run.choice.begin_step()
+    assert not too_dense(run.choice, run.x, run.gate)
 
 
 # In a patched block, which takes its tensors for a GPU's
@@ -332,15 +351,18 @@ class Together:
         self.blocks = [Block(layer, INTERMEDIATE, TrainingChoice()) for layer in range(layers)]
         self.sampled = 0
 
-    def steps(self, *densities: float, tokens=TOKENS, count=STEPS) -> tuple[bool, ...]:
+    def steps(self, *densities: float, unions=None, tokens=TOKENS, count=STEPS) -> tuple[bool, ...]:
         """Which blocks go to the kernels after so many steps."""
 
         def density():
             self.sampled += 1
             return torch.tensor(densities)
 
+        def union():
+            return None if unions is None else torch.tensor(unions)
+
         for _ in range(count):
-            self.model.end_step(self.blocks, tokens, density)
+            self.model.end_step(self.blocks, tokens, density, union)
         return tuple(block.choice.sparse for block in self.blocks)
 
     def capacities(self):
@@ -366,6 +388,18 @@ def test_a_few_dense_layers_do_not_keep_a_compiled_model_from_the_kernels():
 def test_compiled_blocks_at_the_limit_go_to_the_kernels_as_others_do(monkeypatch):
     monkeypatch.setitem(limits.read(), "kCudaTrainingLimits", ((math.inf, 2**-5),))
     assert Together().steps(2**-5, 2**-5) == (True, True)
+
+
+def test_compiled_blocks_whose_runs_count_follow_the_mean_of_their_unions(monkeypatch):
+    monkeypatch.setitem(limits.read(), "kCudaTrainingUnionLimits", ((8, 0.0, 0.0), (math.inf, 0.4, 0.1)))
+    run, dense = Together(), (0.1, 0.1)
+    assert run.steps(0.001, 0.001, unions=(0.3, 0.6)) == (False, False)
+    assert run.steps(*dense, unions=(0.3, 0.45)) == (True, True)
+    assert run.steps(*dense, unions=(0.4, 0.45)) == (True, True), "not so much above that they move back"
+    assert run.steps(*dense, unions=(0.4, 0.5)) == (False, False)
+    assert run.steps(*dense, unions=(0.4, 0.45)) == (False, False)
+    assert run.steps(0.001, 0.001, unions=(0.001, 0.001), tokens=8) == (False, False)
+    assert run.capacities() == (None, None), "they keep columns, which have none"
 
 
 def test_the_step_after_decides_in_every_mode(monkeypatch):
@@ -482,6 +516,26 @@ def test_a_hand_written_loop_follows_too_and_layers_compiled_one_by_one(monkeypa
             model(**micro_batch).logits.square().mean().backward()
         ways.append([layer.mlp.twell_state.on_kernels for layer in model.model.layers])
     assert ways == [[False] * 3] * 2 + [[True] * 3] * 2
+
+
+@pytest.mark.slow
+@needs_cpu_kernels
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_a_compiled_model_whose_runs_count_moves_over(monkeypatch):
+    """By the union that its steps count; and the step's gradient is the same either way."""
+    monkeypatch.setitem(limits.read(), "kCudaTrainingUnionLimits", ((math.inf, 0.4, 0.1),))
+    model, batch = patched_model(), {"input_ids": torch.arange(64).view(4, 16)}
+    torch._dynamo.reset()
+    compiled, penalty = torch.compile(model, backend="aot_eager"), L1Penalty(model, 0.5, term="count", share=8)
+    ways, gradients = [], []
+    for _ in range(4):
+        for micro_batch in penalty.micro_batches([batch]):
+            compiled(**micro_batch).logits.square().mean().backward()
+        gradients.append(one_step.flat_gradient(model))
+        model.zero_grad()
+        ways.append([layer.mlp.twell_state.on_kernels for layer in model.model.layers])
+    assert ways == [[False] * 3] * 2 + [[True] * 3] * 2
+    assert (gradients[3] - gradients[0]).norm() <= 1e-5 * gradients[0].norm()
 
 
 @pytest.mark.slow

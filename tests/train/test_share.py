@@ -4,15 +4,19 @@ import math
 
 import pytest
 import torch
+from torch._dynamo.backends.debugging import aot_eager
 from torch._dynamo.testing import CompileCounter
 
 from hf_twell import L1Penalty, sparsify
 from hf_twell.blocks.batches import runs_of
+from hf_twell.dispatch import limits
 from hf_twell.files.checkpoints import read_state
-from hf_twell.ops import reference
+from hf_twell.ops import build, reference
 from hf_twell.train.controller import DensityController
 from tests import one_step
 from tests.conftest import one_of, tiny_llama, training_rows
+from tests.ffn_cases import Operators
+from tests.kernels.test_cuda_training import _no_hopper
 from tests.one_step import SHARE
 from tests.train.test_target import SAVE_STEPS, STEPS, WARMUP_STEPS, make_trainer
 
@@ -20,6 +24,10 @@ pytestmark = pytest.mark.numeric
 
 TERM = {"term": "count", "share": SHARE}
 LAYOUTS = list(one_step.COLLATORS)
+needs_cpu_kernels = pytest.mark.skipif(
+    not build.status("cpu", build=True).available, reason=build.status("cpu", build=True).reason
+)
+BACKENDS = ["auto", pytest.param("cpu", marks=needs_cpu_kernels)]  # plain matmuls, and the kernels
 
 
 @pytest.fixture(scope="module")
@@ -39,36 +47,173 @@ def test_the_term_is_most_of_the_gradient_and_its_runs_much_of_it(truth):
     assert (tokens_alone - truth[0]).norm() > 0.1 * truth[0].norm()
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("micro_batches", [1, 4])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_hand_written_loop(truth, layout, micro_batches):
-    gradient, report = one_step.loop_gradient(micro_batches, layout=layout, **TERM)
+def test_hand_written_loop(truth, layout, micro_batches, backend):
+    with Operators() as ran:
+        gradient, report = one_step.loop_gradient(micro_batches, layout=layout, backend=backend, **TERM)
     assert_same(gradient, report[f"union_{SHARE}"], truth)
+    by_kernels = len(report["layers"]) * micro_batches if backend == "cpu" else 0
+    assert ran.names.count("hf_twell.ffn_backward.default") == by_kernels
+    assert not any("activation" in name for name in ran.names), "kernels between plain matmuls know no runs"
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("accumulation", one_of(2, [1, 2, 4]))
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_trainer(truth, layout, accumulation):
-    gradient, logs = one_step.trainer_gradient("Trainer", layout, accumulation, share=SHARE)
+def test_trainer(truth, layout, accumulation, backend):
+    gradient, logs = one_step.trainer_gradient("Trainer", layout, accumulation, share=SHARE, backend=backend)
     assert_same(gradient, logs[f"twell/union_{SHARE}"], truth)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_gradient_checkpointing(truth, use_reentrant):
+def test_gradient_checkpointing(truth, use_reentrant, backend):
     options = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": use_reentrant}}
-    gradient, logs = one_step.trainer_gradient(accumulation=2, share=SHARE, **options)
+    gradient, logs = one_step.trainer_gradient(accumulation=2, share=SHARE, backend=backend, **options)
     assert_same(gradient, logs[f"twell/union_{SHARE}"], truth)
 
 
 @pytest.mark.slow
-def test_compiled_blocks(truth):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiled_blocks(truth, backend):
     def compiled(model):
         for layer in model.model.layers:
             layer.mlp.compile(fullgraph=True)
         return model
 
-    gradient, report = one_step.loop_gradient(1, wrap=compiled, **TERM)
+    gradient, report = one_step.loop_gradient(1, wrap=compiled, backend=backend, **TERM)
     assert_same(gradient, report[f"union_{SHARE}"], truth)
+
+
+def sparse_model(backend="auto", hidden_size=64, intermediate_size=1024, density=0.05):
+    """A small Llama of which about so many neurons of each token are active."""
+    model = sparsify(tiny_llama(hidden_size=hidden_size, intermediate_size=intermediate_size), backend=backend)
+    for layer in model.model.layers:
+        gate = layer.mlp.gate_proj.weight.data
+        gate[torch.rand(len(gate), generator=torch.Generator().manual_seed(3)) >= 2 * density] = 0
+    return model.train()
+
+
+def step(model, batches, wrap=lambda model: model) -> tuple[torch.Tensor, dict]:
+    """A step's gradient and report."""
+    penalty, forward = L1Penalty(model, one_step.L1_WEIGHT, **TERM), wrap(model)
+    for batch in penalty.micro_batches(batches):
+        forward(**batch, num_items_in_batch=one_step.LABELS).loss.backward()
+    return one_step.flat_gradient(model), penalty.report()
+
+
+@needs_cpu_kernels
+@pytest.mark.parametrize("use_reentrant", [None, True, False])
+def test_where_few_neurons_are_active_kernels_train_by_themselves(use_reentrant):
+    """And the forward of a checkpoint goes their way, too."""
+    batches = [one_step.pad(one_step.rows()[i : i + 4], side="left") for i in (0, 4)]
+    expected, report = step(sparse_model("reference"), batches)
+    model = sparse_model()
+    if use_reentrant is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    with Operators() as ran:
+        gradient, found = step(model, batches)
+    assert_same(gradient, found[f"union_{SHARE}"], (expected, report[f"union_{SHARE}"]))
+    assert found["layers"] == [pytest.approx(layer) for layer in report["layers"]]
+    layers = len(found["layers"])
+    assert ran.names.count("hf_twell.ffn_backward.default") == 2 * layers
+    forwards = [ran.names.count(f"hf_twell.{name}.default") for name in ("ffn", "infer")]
+    # Without gradients a reentrant checkpoint's first forward keeps nothing.
+    assert forwards == [(2 if use_reentrant is None else 4) * layers - (2 * layers if use_reentrant else 0),
+                        2 * layers if use_reentrant else 0]  # fmt: skip
+
+
+@needs_cpu_kernels
+def test_kernels_train_under_autocast():
+    """As exact as plain matmuls are there, and nearer to these than both are to the truth."""
+    batches = [one_step.pad(one_step.rows())]
+    expected, report = step(sparse_model("reference"), batches)
+    found = {}
+    for backend in ("reference", "auto"):
+        with torch.autocast("cpu", torch.bfloat16), Operators() as ran:
+            found[backend], _ = step(sparse_model(backend), batches)
+    assert ran.names.count("hf_twell.ffn_backward.default") == len(report["layers"])
+    error = (found["reference"] - expected).norm()
+    assert (found["auto"] - expected).norm() <= 2 * error
+    assert (found["auto"] - found["reference"]).norm() <= error
+
+
+@pytest.mark.slow
+@needs_cpu_kernels
+def test_a_compiled_model_whose_density_nobody_knows_takes_plain_matmuls():
+    """On a CPU, where the operator follows it by itself, but not where runs count. Kernels by name it takes."""
+    batches = [one_step.pad(one_step.rows())]
+    expected, report = step(sparse_model("reference"), batches)
+    for backend, kernels in (("auto", 0), ("cpu", 1)):
+        graphs = []
+
+        def count(graph, inputs, graphs=graphs):
+            graphs.append(sum("hf_twell.ffn" in str(node.target) for node in graph.graph.nodes))
+            return aot_eager(graph, inputs)
+
+        torch._dynamo.reset()
+        model = sparse_model(backend)
+        gradient, found = step(model, batches, wrap=lambda model, count=count: torch.compile(model, backend=count))
+        assert_same(gradient, found[f"union_{SHARE}"], (expected, report[f"union_{SHARE}"]))
+        assert sum(graphs) == kernels * len(report["layers"])
+
+
+# On a GPU, in bfloat16
+
+
+def on_gpu(backend, dtype=torch.bfloat16):
+    """Of weights that bfloat16 holds, in any type."""
+    return sparse_model(backend).bfloat16().to("cuda", dtype)
+
+
+def gpu_batches(size):
+    batches = [one_step.pad(one_step.rows()[i : i + size], side="left") for i in range(0, 8, size)]
+    return [{name: value.cuda() for name, value in batch.items()} for batch in batches]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(bool(_no_hopper()), reason=_no_hopper())
+@pytest.mark.parametrize("setting", ["eager", "reentrant", "not reentrant", "compiled"])
+def test_kernels_train_on_a_gpu(setting):
+    """As exact as plain matmuls in bfloat16 are."""
+    batches, union = gpu_batches(4), f"union_{SHARE}"
+    expected, _ = step(on_gpu("reference", torch.float32), batches)
+    plain, report = step(on_gpu("reference"), batches)
+    model = on_gpu("cuda")
+    if "reentrant" in setting:
+        model.gradient_checkpointing_enable({"use_reentrant": setting == "reentrant"})
+    if setting == "compiled":
+        torch._dynamo.reset()
+        gradient, found = step(model, batches, wrap=torch.compile)
+    else:
+        with Operators() as ran:
+            gradient, found = step(model, batches)
+        assert ran.names.count("hf_twell.ffn_backward.default") == 2 * len(found["layers"])
+    assert (gradient - expected).norm() <= 2 * (plain - expected).norm()
+    assert found[union] == pytest.approx(report[union], rel=0.02), "gates near zero are rounded to either side"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(bool(_no_hopper()), reason=_no_hopper())
+@pytest.mark.parametrize("compiled", [False, True])
+def test_blocks_on_a_gpu_move_over_by_their_union(monkeypatch, compiled):
+    monkeypatch.setitem(limits.read(), "kCudaTrainingUnionLimits", ((math.inf, 0.9, 0.0),))
+    batches, model = gpu_batches(8), on_gpu("auto")  # 248 tokens, so that a sample has neighbours
+    expected, _ = step(on_gpu("reference", torch.float32), batches)
+    torch._dynamo.reset()
+    forward = torch.compile(model) if compiled else model
+    penalty, gradients, ways = L1Penalty(model, one_step.L1_WEIGHT, **TERM), [], []
+    for _ in range(4):
+        model.zero_grad()
+        for batch in penalty.micro_batches(batches):
+            forward(**batch, num_items_in_batch=one_step.LABELS).loss.backward()
+        torch.cuda.synchronize()
+        gradients.append(one_step.flat_gradient(model))
+        ways.append({layer.mlp.twell_state.on_kernels for layer in model.model.layers})
+    assert (ways[0], ways[-1]) == ({False}, {True})
+    assert (gradients[-1] - expected).norm() <= 2 * (gradients[0] - expected).norm()
 
 
 def test_a_compiled_block_is_compiled_once():
