@@ -165,7 +165,7 @@ def test_a_compiled_model_whose_density_nobody_knows_takes_plain_matmuls():
 
 def on_gpu(backend, dtype=torch.bfloat16):
     """Of weights that bfloat16 holds, in any type."""
-    return sparse_model(backend).bfloat16().to("cuda", dtype)
+    return sparsify(sparse_model().bfloat16().to("cuda", dtype), backend=backend)
 
 
 def gpu_batches(size):
