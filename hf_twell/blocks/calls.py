@@ -33,7 +33,11 @@ from hf_twell.dispatch.training import sampled_on_cpu
 from hf_twell.ops import api
 
 if TYPE_CHECKING:  # it imports this
-    from hf_twell.blocks.modeling import SparseFfn
+    from transformers import PreTrainedConfig
+
+    from hf_twell.blocks.modeling import SparseBlock, SparseFfn
+
+ACTIVITY = ("density", "unions")  # keys of what a config's `twell` entry holds of the weights as they are
 
 # Bound here: in torch's own large tables each look-up costs a walk through memory.
 _grad_enabled, _autocast_enabled = torch.is_grad_enabled, torch.is_autocast_enabled
@@ -244,11 +248,14 @@ def takes_kernels(ffn: "SparseFfn", x: torch.Tensor) -> bool:
 
 
 def store_density(
-    ffns: Iterable[nn.Module], density: Sequence[float] | None, unions: Mapping[str, Sequence[float]] | None = None
+    ffns: Iterable[nn.Module],
+    density: Sequence[float] | None,
+    unions: Mapping[str, Sequence[float]] | None = None,
+    config: "PreTrainedConfig | None" = None,
 ) -> None:
     """Tell sparse blocks the activity of every block of their model, which a compiled graph cannot sample: the density,
     and the `unions` of "64" and "128" neighbouring tokens. None: it is not known (any more). A trace takes what
-    `choices_by_tokens` makes of it for constants."""
+    `choices_by_tokens` makes of it for constants. `config` is the model's, where its `twell` entry says the same."""
     unknown = [None] * len(density or ())
     of_64, of_128 = ((unions or {}).get(run, unknown) for run in ("64", "128"))
     known = dict(enumerate(zip(density or (), of_64, of_128, strict=True)))
@@ -256,6 +263,7 @@ def store_density(
     for ffn in ffns:
         ffn.twell.activity = known.get(ffn.twell.place)
         ffn.twell.choices = ffn.twell.choices_elsewhere = None
+        ffn.twell.config = None if density is None else config
         if ffn.twell.activity is not None and isinstance(ffn.twell.form, FfnForm):
             share, _, union = ffn.twell.activity
             down = getattr(ffn, ffn.twell.form.down)
@@ -268,6 +276,27 @@ def store_density(
     elsewhere = [(key._replace(capability="8.0"), stored) for key, stored in layers]
     for each, here, others in zip(settings, *map(choices_by_tokens, (layers, elsewhere)), strict=True):
         each.choices, each.choices_elsewhere = here, others
+
+
+def drop_activity(ffn: "SparseBlock", x: torch.Tensor) -> None:
+    """Drop what is stored of a block, and of all in its model's config, where a call with x learns, by any trainer.
+
+    Of the weights that the step makes it is not true. Where nothing learns up to this block, it stays true.
+    The blocks do it themselves, without a hook: a graph that was compiled before one would not notice it. Dynamo traces
+    it without a break, and traces a model anew once it is done.
+    """
+    if not torch.is_grad_enabled() or not (x.requires_grad or any(each.requires_grad for each in ffn.parameters())):
+        return
+    settings = ffn.twell
+    entry = getattr(settings.config, "twell", None)
+    if settings.config is not None and entry is not None:
+        settings.config.twell = without_activity(entry)
+    settings.activity = settings.choices = settings.choices_elsewhere = settings.config = None
+
+
+def without_activity(entry: Mapping) -> dict:
+    """A config's `twell` entry without what was measured: of other weights it is not true."""
+    return {key: value for key, value in entry.items() if key not in ACTIVITY}
 
 
 def _key(ffn: "SparseFfn", x: torch.Tensor, operands: Operands, reports: bool = False) -> CallKey:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_twell.blocks.calls import drop_activity
 from hf_twell.blocks.layout import by_column, settle_down
 from hf_twell.blocks.modeling import BlockSizes, L1Inputs, SparseBlock, all_modules_are_hooked, is_bare_relu
 from hf_twell.blocks.operands import has_forward_of
@@ -38,6 +39,8 @@ class SparseExperts(SparseBlock):
         top_k_index: torch.Tensor | None = None,
         top_k_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        if self.training and self.twell.config is not None:
+            drop_activity(self, hidden_states)
         given = [each for each in (hidden_states, top_k_index, top_k_weights) if each is not None]
         if not (torch.compiler.is_compiling() and has_forward_of(SparseExperts, self)):
             self.twell_state.awaited = None

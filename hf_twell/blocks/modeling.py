@@ -4,11 +4,13 @@ That of a dense block; `hf_twell.blocks.experts` has that of a layer's experts.
 """
 
 import functools
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Self, SupportsIndex
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_twell.blocks import calls
 from hf_twell.blocks.architectures import Site, input_name, only_input
@@ -63,7 +65,8 @@ class FfnSettings:
     say; None where no layer has two. `activity` is what the model's config says of it, if it does: the density, and the
     share of neurons in the union of 64 and of 128 neighbouring tokens (None: not measured). `choices` is what that
     means for compiled evaluation on a GPU of compute capability 9.0, and `choices_elsewhere` on others: see
-    `hf_twell.blocks.calls.store_density`.
+    `hf_twell.blocks.calls.store_density`. `config` is the model's, while that says it: see
+    `hf_twell.blocks.calls.drop_activity`.
     """
 
     name: str
@@ -75,6 +78,12 @@ class FfnSettings:
     activity: tuple[float, float | None, float | None] | None = None
     choices: dict[float, bool] | None = None
     choices_elsewhere: dict[float, bool] | None = None
+    config: PreTrainedConfig | None = None
+
+    def __deepcopy__(self, memo: dict) -> Self:
+        # The copy of a block alone (PEFT's `modules_to_save` trains one) goes on in a model that keeps its config.
+        whole = any(isinstance(each, PreTrainedModel) for each in memo.values())
+        return replace(self, config=deepcopy(self.config, memo) if whole else self.config)
 
 
 @dataclass(eq=False)
@@ -186,6 +195,8 @@ class SparseFfn(SparseBlock):
     def forward(self, x: torch.Tensor | None = None, **named: torch.Tensor) -> torch.Tensor:
         if x is None or named:
             x = only_input(self, x, named)
+        if self.training and self.twell.config is not None:
+            calls.drop_activity(self, x)
         # Where __call__ left no mark, as its own guards say, a compiled forward assigns nothing.
         if not (torch.compiler.is_compiling() and has_forward_of(SparseFfn, self)):
             self.twell_state.awaited = None

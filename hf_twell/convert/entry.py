@@ -7,10 +7,9 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from hf_twell.blocks.architectures import other_activations
-from hf_twell.blocks.calls import store_density
+from hf_twell.blocks.calls import ACTIVITY, store_density, without_activity
 
 FORMAT_VERSION = 1
-ACTIVITY = ("density", "unions")  # keys of what was measured of the weights as they are
 
 
 def new_entry(config: PreTrainedConfig, layers: list[int] | None, blocks: int) -> dict:
@@ -82,7 +81,7 @@ def record_density(
     """Keep each layer's measured density in a sparse model's config, and beside it the unions of so many neighbouring
     tokens, {"16": ..., "64": ..., "128": ...}; None: it is not known (any more). An engine that must choose between
     kernels and matmuls before it sees a token reads it there, and the model's sparse blocks, `ffns`, go by it where
-    they are compiled. A config without an entry gets none."""
+    they are compiled. The first of these that trains drops it again. A config without an entry gets none."""
     entry = getattr(config, "twell", None)
     if config is None or not isinstance(entry, dict):
         return
@@ -93,12 +92,7 @@ def record_density(
             entry["unions"] = {run: _rounded(shares) for run, shares in unions.items()}
     if entry != config.twell:
         config.twell = entry
-    store_density(ffns, entry.get("density"), entry.get("unions"))
-
-
-def without_activity(entry: Mapping) -> dict:
-    """An entry without what was measured: of other weights it is not true."""
-    return {key: value for key, value in entry.items() if key not in ACTIVITY}
+    store_density(ffns, entry.get("density"), entry.get("unions"), config)
 
 
 def _rounded(shares: Sequence[float]) -> list[float]:

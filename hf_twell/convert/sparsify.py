@@ -99,7 +99,8 @@ def patch(model: nn.Module, sites: list[Site], chosen: list[int], backend: str) 
             else:
                 _restore_stock(block.module)
     model.config.twell = new_entry(model.config, chosen if len(chosen) < layers else None, len(sites))
-    store_density(sparse_ffns(model), model.config.twell.get("density"), model.config.twell.get("unions"))
+    entry = model.config.twell
+    store_density(sparse_ffns(model), entry.get("density"), entry.get("unions"), model.config)
     if hasattr(model, "add_model_tags"):
         model.add_model_tags(TAG)
     if hasattr(model, "push_to_hub"):

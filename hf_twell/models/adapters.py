@@ -26,7 +26,7 @@ from transformers.utils.hub import cached_file
 
 from hf_twell.blocks.architectures import loading_class
 from hf_twell.blocks.modeling import sparse_ffns
-from hf_twell.convert.entry import FORMAT_VERSION, without_activity
+from hf_twell.convert.entry import FORMAT_VERSION, record_density, without_activity
 from hf_twell.convert.sparsify import TAG, sparsify
 from hf_twell.files.configs import check_folder, check_hub, one_line_errors
 from hf_twell.files.folders import whole_folder
@@ -158,6 +158,7 @@ def load_adapter(
         warnings.filterwarnings("ignore", message=rf"Unexpected keyword arguments \['{RECORD}'\]")
         warnings.filterwarnings("ignore", message="Found missing adapter keys")  # refused below
         model = PeftModel.from_pretrained(base, str(path), is_trainable=trainable, **hub_options(hub))
+    record_density(model.config, sparse_ffns(model), None)  # that of the base is not that of both
     loaded = get_peft_model_state_dict(model, save_embedding_layers=False)
     strange = saved.keys() - get_peft_model_state_dict(model, save_embedding_layers=True).keys()
     if strange:

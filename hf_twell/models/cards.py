@@ -85,6 +85,8 @@ def model_card(
     sparsity = sparsity or measured_sparsity(measured)
     section = sparsity_section(sparsity, sizes[0], earlier) if sparsity else ""
     density, active = mean_density(sparsity, config), ""
+    if density is None:
+        facts["density"] = "not known; `hf_twell.measure_sparsity` measures it"
     if method:
         facts |= _method(method)
     if density is not None:
