@@ -22,6 +22,7 @@ FP8, FP8_FEW, FP8_600 = (H200.format(f"fp8-{run}") for run in ("2026-11-26", "fe
 H100_FP8 = "kernels/twell_cuda/bench/h100-fp8-2026-11-26/bench.jsonl"
 CPU, CPU_INT8 = EPYC.format("2026-11-21"), EPYC.format("int8-2026-11-27")
 COLUMNS, STEADY = (f"kernels/twell_cuda/bench/h200-columns-2026-11-{day}/rows.jsonl" for day in (28, 30))
+RUNS = "kernels/twell_cuda/bench/h200-runs-2026-11-30/rows.jsonl"
 CUDA_EXPERTS = "kernels/twell_cuda/bench/h200-experts-2026-11-28/rows.jsonl"
 MIXTURE = "model_cards/experts/rows.jsonl"
 DENSE_STEPS = ("eager", "compiled", "dense_ffn")
@@ -30,6 +31,7 @@ OTHER_EXPERTS = "kernels/twell_cuda/bench/h200-experts-2026-11-29/shapes.jsonl"
 EXPERTS_IN_VLLM = "kernels/twell_cuda/bench/h200-experts-2026-11-29/vllm.jsonl"
 EXPERTS = "kernels/twell_cpu/bench/xeon-experts-2026-11-28/bench.jsonl"
 SMOLLM2, STUDY = "model_cards/smollm2/pretrained.jsonl", "model_cards/study/study.jsonl"
+SHARED = "model_cards/smollm2/shared.jsonl"
 TRIALS, SNIPPET, DEMO = (
     "model_cards/smollm2/experiments/{}.jsonl",
     "model_cards/smollm2/snippet.jsonl",
@@ -65,7 +67,7 @@ GIVEN = {
         "one sequence | 1 |",
         "decoding 16 at once | 1 |",
         "prefill of 16,384 tokens | 1 |",
-        "without `share` | 1 |",
+        "training step of 16,384 | 1 |",
         "16 at once | 64 | prefill",
         "your text, some 30 MB",
         "Qwen-Coder-0.5B, 5 %, neighbours share |",
@@ -74,7 +76,7 @@ GIVEN = {
         "random weights, 0.5 %",
         "at 50 %). 4096",
         "16 bytes a parameter, 2 to 4 more",
-        "(to 5 % 310M, to 2 % 120M)",
+        "(to 5 % 310M, to 2 % 120M, sharing 229M)",
         "With 25M, that to 10 %",
         "SmolLM2-135M took 1.5e-3",
         "lost least at 1.5e-4, and 6e-4 ruined it",
@@ -436,8 +438,9 @@ def readme() -> Entries:
     """The tables of quality and speed, and of uses; and what is said before the examples."""
     dense = smollm2("parent"), smollm2("dense/150M/seed0")
     kept_of = [kept_of_better(smollm2(f"count/{run}/seed0"), *dense) for run in BEST[1:]]
-    text = f"*tasks kept*: SmolLM2-135M |{' {:.0f} % |' * 4} {NONE} | {{:.0f}} % | {NONE} |"
-    yield text.replace("*", ""), kept_of_better(dense[0], *dense), *kept_of
+    sharing = kept_of_better(row(SHARED, target_union=0.236), *dense)
+    text = f"*tasks kept*: SmolLM2-135M |{' {:.0f} % |' * 6} {NONE} |"
+    yield text.replace("*", ""), kept_of_better(dense[0], *dense), *kept_of[:3], sharing, kept_of[3]
     coders = *map(qwen_kept, QWEN_RUNS), qwen_own_text()[2]
     yield f"Qwen-Coder-0.5B | 100 % | {NONE} |{' {:.0f} % |' * 3} {NONE} | {NONE} |", *coders
     with_talk = [qwen_own_text(run)[2] for run in ("ten-half-57M", "union40-half-57M")]
@@ -446,10 +449,10 @@ def readme() -> Entries:
     for name, tokens in (("one block: decoding one sequence", 1), ("decoding 16 at once", 16)):
         gains = [speedup(block(FEW, tokens, l0)) for l0 in active]
         yield f"| {name} | 1 |{' {:.2f} |' * 6}", *gains[:3], gains[2], *gains[3:]
-    beside = {"forward": speedup(shared), "forward+backward": of_columns("5.8", 16_384)[1]}
+    beside = {"forward": speedup(shared), "forward+backward": of_runs("5.8", 16_384)}
     for name, direction in (
         ("prefill of 16,384 tokens", "forward"),
-        ("training step of 16,384, without `share`", "forward+backward"),
+        ("training step of 16,384", "forward+backward"),
     ):
         paths = {1126: (DENSITY, 1126), 300: (DENSITY, 298)}
         found = [paths.get(l0, (MAIN, l0)) for l0 in active]
@@ -519,6 +522,12 @@ def of_columns(activity: str, tokens: int) -> tuple[dict, float]:
     return found, max(pairs, steady["ms"]["compiled"] / steady["ms"]["columns"])
 
 
+def of_runs(activity: str, tokens: int) -> float:
+    """How many times as fast as dense the kernels are with the term `share`, which dense has too."""
+    ms = row(RUNS, activity=activity, tokens=tokens)["ms"]
+    return ms["compiled_runs"] / ms["columns_runs"]
+
+
 def of_count_term(activity: str) -> tuple[float, float]:
     """How many times as fast as dense a step with the count term is, and the density in percent."""
     found = row("kernels/twell_cuda/bench/h200-count-2026-11-28/rows.jsonl", activity=activity)
@@ -558,8 +567,10 @@ def bench() -> Entries:
         yield f"| {' | '.join(cells)} |", 100 * found[2]["density"], *unions, *map(speedup, [*drafted, *found])
     for activity in ("9.5", "5.8", "3.6"):
         (many, times), (some, few) = (of_columns(activity, tokens) for tokens in (16_384, 4096))
-        gains = [times] if few < 1 else [times, few]
-        cells = ["{:.1f} %", "{:.0f} / {:.0f} / {:.0f} %", *["{:.2f}"] * len(gains), *[NONE] * (2 - len(gains))]
+        sharing = [of_runs(activity, tokens) for tokens in (16_384, 4096)]
+        gains = [times, sharing[0]] if few < 1 else [times, few, *sharing]
+        of_few = NONE if few < 1 else "{:.2f}"
+        cells = ["{:.1f} %", "{:.0f} / {:.0f} / {:.0f} %", *["{:.2f}", of_few] * 2]
         yield (
             f"| {' | '.join(cells)} |",
             *(100 * share for share in (many["density"], *many["unions"].values())),
@@ -721,6 +732,37 @@ def converting() -> Entries:
     density_, union, tasks_ = qwen_own_text()
     yield "at a union of {:.1f} % and {:.1f} % active. It keeps {:.0f} % of the tasks", union, density_, tasks_
     yield "2,048 tokens is {:.2f} times as fast as its parent's", ratio(qwen_steps("prefill", 8))
+    dense = smollm2("parent"), smollm2("dense/150M/seed0")
+    sharing = [row(SHARED, target_union=union) for union in (0.375, 0.236)]
+    alone = [smollm2(f"count/{run}/seed0") for run in BEST[2:]]
+    for one in (*sharing, *alone):
+        target = (
+            f"`target_union: {one['target_union']}`" if one in sharing else f"`target_density: {one['target_density']}`"
+        )
+        text = (
+            f"{target} | {{:.0f}}M | {{:.1f}} % | {'{:.0f} %' if one in sharing else NONE} | {{:+.1f}} % | {{:.0f}} % |"
+        )
+        union = [100 * one["unions"]["64"]] if one in sharing else []
+        costs = above(one, *dense), kept_of_better(one, *dense)
+        yield text, one["tokens"] / 1e6, density(one), *union, *costs
+    for text, name in (
+        ("textbooks", "openstax"),
+        ("WikiText-2", "wikitext"),
+        ("books", "gutenberg"),
+        ("books, in contexts of 8,192 tokens", "books, 8,192 tokens"),
+        ("conversations (GSM8K)", "conversations (GSM8K)"),
+        ("Python sources", "Python sources"),
+    ):
+        found = [one["other_text"][name] for one in sharing]
+        unions = [100 * each["unions"]["64"] for each in found]
+        text = f"| {text} | {{:.1f}} and {{:.1f}} % | {{:.0f}} and {{:.0f}} % |"
+        yield text, *(100 * each["density"] for each in found), *unions
+    prefills = [row(UNIONS, tokens=16_384, requested_l0=l0) for l0 in (327, 535)]
+    text = "{:.2f} times as fast as dense at a union of {:.0f} %, and {:.2f} at {:.0f} %"
+    yield text, *(value for one in prefills for value in (speedup(one), 100 * one["unions"]["64"]))
+    tokenwise = block(MAIN, 16_384, 120), block(DENSITY, 16_384, 298)
+    text = "By tokens alone it gains {:.2f} at {:.0f} % active, and {:.2f} at {:.0f} %"
+    yield text, *(value for one in tokenwise for value in (speedup(one), density(one)))
     sources = trial("parent", "rows_shared"), trial("control", "rows_shared")
     for first, *others in (("`term: count`", "T0.1", "T0.05", "T0.02"), ("`share: 64`", "S0.4", "S0.25", "S0.15")):
         for cell, job in zip((f" {first} ", " ", " "), others, strict=True):
@@ -824,6 +866,8 @@ def training() -> Entries:
     (held, peak), (dense_held, dense_peak) = memory["columns_a"], memory["eager"]
     text = "hold {} MiB, dense {}, and peak at {:,} MiB, dense at {}."
     yield text, held, dense_held, peak, dense_peak
+    peaks = row(RUNS, activity="5.8", tokens=16_384)["held_and_peak_mib"]
+    yield "the peak is {:.0f} MiB higher.", peaks["columns_runs"][1] - peaks["columns"][1]
     yield "above {:.1f} times the limit it goes back", limit("kCudaTrainingBack")
     yield "Above {:.1f} times the limit all go back", limit("kCudaTrainingBack")
     yield "counts for at most {} the limit", {2.0: "twice"}[limit("kCudaTrainingCounts")]
