@@ -21,8 +21,9 @@ from hf_twell.ops import reference
 
 # Of dL/dh, whose elements are about 0.6 for the workload's dy: a lost L1 term must show. Exact in bf16 and fp16.
 L1_SCALE = 0.125
-# Of dL/da likewise. The term's slope is up to 5 for each token, and 5 times N for the strongest token of a run of N.
-COUNT_SCALE = 0.015625
+# Of dL/da likewise, to which the term adds up to 5 times this, and N times that for the strongest token of a run of N:
+# both must show. With more, errors would be mostly of tokens that are equally strong in x's dtype alone.
+COUNT_SCALE = 2**-8
 WARM_UP = 4  # steps until the block's path is chosen: its density is known only after a step
 TENSORS = ("y", "gradient of x", "gradient of w_gate", "gradient of w_up", "gradient of w_down")
 

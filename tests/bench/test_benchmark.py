@@ -223,13 +223,12 @@ def test_a_block_without_its_term_is_not_timed(monkeypatch, term, forgotten):
 
 
 @pytest.mark.parametrize("share", [None, 16, 70])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_bench_ffn_trains_with_the_count_term(capsys, monkeypatch, share, dtype):
+def test_bench_ffn_trains_with_the_count_term(capsys, monkeypatch, share):
     """Runs of which the last may be shorter."""
     monkeypatch.setattr(block, "COLD_BYTES", 0)  # what is timed here says nothing
     sizes = ("--tokens", 70, "--l0", 8, "--hidden", 64, "--intermediate", 344, "--repeats", 1, "--device", "cpu")
     options = ("--backward", "--term", "count", *(() if share is None else ("--share", share)))
-    (row,) = run(capsys, "ffn", *sizes, "--no-compile", "--dtype", dtype, *options)
+    (row,) = run(capsys, "ffn", *sizes, "--no-compile", *options)
     assert (row["pass"], row["term"], row.get("share")) == ("forward+backward", "count", share)
     assert row["count_scale"] == block_backward.COUNT_SCALE
     assert "l1_scale" not in row
