@@ -34,6 +34,8 @@ def bench_ffn(
     device: str = "cpu",
     neighbours: bool = False,
     backward: bool = False,
+    term: str = "l1",
+    share: int | None = None,
     repeats: int | None = None,
     compile_dense: bool = True,
     max_autotune: bool = False,
@@ -49,6 +51,7 @@ def bench_ffn(
     Args:
         neighbours: 64 tokens or fewer are neighbours everywhere, as the drafted tokens that a model verifies are.
         backward: forward and backward, `.grad` None before each; else forward alone under inference mode.
+        term: what backward presses on, "l1" or "count". share: of the latter, runs of so many neighbouring tokens, too.
         max_autotune: also `torch.compile` with max-autotune and coordinate descent; reported beside, not in `speedup`.
         energy: also millijoules per token.
         report: told of what is being done.
@@ -77,7 +80,9 @@ def bench_ffn(
             turns = repeats or (25 if device.type == "cuda" else 11)
             if backward:
                 sets, pairs = copies(weights, 1), active.sum().item()
-                result = block_backward.measure_backward(variants, xs[0], weights, sets, turns, energy, pairs, report)
+                result = block_backward.measure_backward(
+                    variants, xs[0], weights, sets, turns, energy, pairs, report, term, share
+                )
             else:
                 result = _measure(variants, xs, weights, active, captured, turns, energy, report)
             errors, times = result.pop("errors"), result.pop("times")

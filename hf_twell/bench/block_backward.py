@@ -1,6 +1,6 @@
-"""What `hf-twell bench ffn --backward` measures: one block in training, L1 term included, correctness first.
+"""What `hf-twell bench ffn --backward` measures: one block in training, L1 or count term included, correctness first.
 
-Dense variants compute y, all gradients and the L1 term. Ours is a patched block in training as `SparsityCallback` runs
+Dense variants compute y, all gradients and the term. Ours is a patched block in training as `SparsityCallback` runs
 it, so it also counts what is active, and follows its density: each of its steps sees weights of a new version, as after
 an optimizer step.
 """
@@ -15,19 +15,29 @@ from hf_twell.bench import workload
 from hf_twell.bench.check import check_block, kernel_calls, wider_dtype
 from hf_twell.bench.progress import Report
 from hf_twell.bench.timing import held_mib, interleaved_ms, millijoules, peak_mib
+from hf_twell.blocks.batches import runs_of
 from hf_twell.blocks.modeling import L1Inputs
 from hf_twell.ops import reference
 
 # Of dL/dh, whose elements are about 0.6 for the workload's dy: a lost L1 term must show. Exact in bf16 and fp16.
 L1_SCALE = 0.125
+# Of dL/da likewise, to which the term adds up to 5 times this, and N times that for the strongest token of a run of N:
+# both must show. With more, errors would be mostly of tokens that are equally strong in x's dtype alone.
+COUNT_SCALE = 2**-8
 WARM_UP = 4  # steps until the block's path is chosen: its density is known only after a step
 TENSORS = ("y", "gradient of x", "gradient of w_gate", "gradient of w_up", "gradient of w_down")
 
 
 def dense(
-    x: torch.Tensor, w_gate: torch.Tensor, w_up: torch.Tensor, w_down: torch.Tensor, l1_scale: torch.Tensor
+    x: torch.Tensor,
+    w_gate: torch.Tensor,
+    w_up: torch.Tensor,
+    w_down: torch.Tensor,
+    l1_scale: torch.Tensor | None = None,
+    count_scale: torch.Tensor | None = None,
+    runs: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    return reference.ffn(x, w_up, w_down, w_gate, l1_scale=l1_scale)
+    return reference.ffn(x, w_up, w_down, w_gate, l1_scale=l1_scale, count_scale=count_scale, runs=runs)
 
 
 def measure_backward(
@@ -39,6 +49,8 @@ def measure_backward(
     energy: bool,
     pairs: float,
     report: Report,
+    term: str = "l1",
+    share: int | None = None,
 ) -> dict:
     """Times, errors and memory of forward and backward, `.grad` None before each.
 
@@ -46,25 +58,30 @@ def measure_backward(
         variants: {name: a function like `dense`}.
         x: (T, D). weights: gate, up, down. copies: so many sets of weights take turns.
         pairs: active neurons of x, over all tokens. report: told of what is being done.
+        term: "l1" or "count". share: with "count", x is one sequence of runs of so many tokens, which count, too.
     """
     device = x.device
     x, grad_y = x.requires_grad_(), torch.randn_like(x)
-    l1_scale = torch.tensor(L1_SCALE, device=device)
+    counts = term == "count"
+    scale = torch.tensor(COUNT_SCALE if counts else L1_SCALE, device=device)
+    runs = None if share is None else runs_of({"inputs_embeds": x.unsqueeze(0)}, share)
+    added: dict[str, Any] = {"count_scale": scale, "runs": runs} if counts else {"l1_scale": scale}
     sets = [[weight.clone().requires_grad_() for weight in weights] for _ in range(copies)]
-    blocks = [_training_block(some, l1_scale) for some in sets]  # over the same memory
+    blocks = [_training_block(some, scale, counts, runs) for some in sets]  # over the same memory
     names = [*variants, "sparse"]
 
     def forward(name, turn=0):
         if name == "sparse":
             return blocks[turn % copies](x)
-        return variants[name](x, *sets[turn % copies], l1_scale)
+        return variants[name](x, *sets[turn % copies], **added)
 
     def step(name, turn=0):
         forward(name, turn).backward(grad_y)
 
     def prepare(_name, turn=0):
         block = blocks[turn % copies]
-        for leaf in (x, *sets[turn % copies], block.twell_state.l1.tally, *block.parameters()):
+        l1 = block.twell_state.l1
+        for leaf in (x, *sets[turn % copies], l1.tally, l1.unions, *block.parameters()):
             leaf.grad = None
         for parameter in block.parameters():
             torch.autograd.graph.increment_version(parameter)  # as an optimizer step does
@@ -84,13 +101,15 @@ def measure_backward(
             torch.cuda.synchronize(device)  # what the block learns of its density has arrived
     wide = wider_dtype(x.dtype)
     wide_leaves = [tensor.detach().to(wide).requires_grad_() for tensor in (x, *weights)]
-    truth = _with_gradients(lambda: dense(*[*wide_leaves, l1_scale]), wide_leaves, grad_y.to(wide))
+    truth = _with_gradients(lambda: dense(*wide_leaves, **added), wide_leaves, grad_y.to(wide))
     errors = check_block({name: outputs(name) for name in names}, truth, x.dtype, len(x), pairs)
     truth = wide_leaves = None  # gigabytes, which no measurement below should find
     result: dict[str, Any] = {
         "timed": "single calls",
         "took": "kernels" if kernel_calls(forward("sparse")) else "plain matmuls",
-        "l1_scale": L1_SCALE,
+        "term": term,
+        f"{term}_scale": scale.item(),
+        **({"share": share} if share else {}),
         "errors": {tensor: {name: error[name] for name in ("sparse", "eager")} for tensor, error in errors.items()},
     }
     calls = {name: lambda turn, name=name: step(name, turn) for name in names}
@@ -107,11 +126,11 @@ def measure_backward(
     return result
 
 
-def _training_block(weights, l1_scale):
+def _training_block(weights, scale, counts, runs):
     gate, up, down = (weight.detach() for weight in weights)
     block = workload.patched_block(gate, up, down).train().requires_grad_()
-    tally = torch.zeros(1 + len(gate), device=gate.device, requires_grad=True)
-    block.twell_state.l1 = L1Inputs(l1_scale, None, tally)
+    tally, unions = (torch.zeros(size, device=gate.device, requires_grad=True) for size in (1 + len(gate), 1))
+    block.twell_state.l1 = L1Inputs(scale, None, tally, counts=counts, runs=runs, unions=unions)
     return block
 
 

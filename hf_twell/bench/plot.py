@@ -9,7 +9,10 @@ import matplotlib
 AXES = {
     "ffn": (
         "tokens",
-        (*("hidden", "intermediate", "dtype", "weights", "pass"), *("requested_l0", "requested_union", "activity")),
+        (
+            *("hidden", "intermediate", "dtype", "weights", "pass", "term", "share"),
+            *("requested_l0", "requested_union", "activity"),
+        ),
         ("speedup",),
     ),
     "prefill": ("layers", ("batch", "length", "dtype", "l0"), ("speedup",)),

@@ -6,6 +6,7 @@ examples:
   hf-twell bench ffn --tokens 1 16 128 1024 --l0 30 300 --output out/bench
   hf-twell bench ffn --shape llama-3.2-1b qwen2.5-7b --tokens 1 16384
   hf-twell bench ffn --backward --tokens 128 1024
+  hf-twell bench ffn --backward --term count --share 64 --l0 203 --union 0.15 --tokens 16384
   hf-twell bench ffn --weights int8 --tokens 1 16
   hf-twell bench ffn --l0 535 327 203 --union 0.40 0.25 0.15 --tokens 1024 16384
   hf-twell bench ffn --activity ./my-sparse-model --layer 3 9 --neighbours --tokens 16
@@ -101,7 +102,15 @@ def _add_ffn_options(parser):
         help="64 tokens or fewer are of one sequence, as drafted tokens that are verified, not of as many (CUDA; on a "
         "CPU they always are)",
     )
-    parser.add_argument("--backward", action="store_true", help="forward and backward with the L1 term, in training")
+    parser.add_argument("--backward", action="store_true", help="forward and backward, in training, with --term")
+    parser.add_argument("--term", choices=["l1", "count"], help="of --backward, what training presses on (default: l1)")
+    parser.add_argument(
+        "--share",
+        type=_count,
+        metavar="N",
+        help="with --term count, also on what each run of N tokens activates together, as `share` does; all --tokens "
+        "are then of one sequence",
+    )
     parser.add_argument(
         "--weights",
         nargs="+",
@@ -298,6 +307,7 @@ def _check_sizes(args) -> None:
     if args.what == "ffn":
         _check_weights(args)
         _check_activity(args, width)
+        _check_term(args)
         if args.hidden < 2:
             raise ValueError(f"--hidden {args.hidden}; give at least 2, the workload's thresholds take two columns")
         return
@@ -318,7 +328,8 @@ def _check_experts(args) -> int:
         if args.top_k is not None:
             raise ValueError("--top-k is of routed experts; give --experts, too")
         return 1
-    for name in ("shape", "union", "activity", "neighbours", "backward", "weights", "max_autotune", "energy"):
+    of_training = ("backward", "term", "share")
+    for name in ("shape", "union", "activity", "neighbours", *of_training, "weights", "max_autotune", "energy"):
         if getattr(args, name):
             option = name.replace("_", "-")
             raise ValueError(f"--experts measures plain weights forward alone; leave --{option} out")
@@ -360,6 +371,19 @@ def _check_weights(args) -> None:
         raise ValueError(f"{named} with --dtype {args.dtype}; leave one of the two out")
 
 
+def _check_term(args) -> None:
+    """Refuse, by a ValueError that names the option, a term without a backward, and runs that no count has."""
+    if args.term is not None and not args.backward:
+        raise ValueError(f"--term {args.term} is of training; give --backward, too")
+    if args.share is None:
+        return
+    if args.term != "count":
+        raise ValueError(f"--share {args.share} goes with --term count alone; give that, too")
+    fewest = min(args.tokens or CPU_TOKENS)  # CUDA_TOKENS begin with as many
+    if not 2 <= args.share <= fewest:
+        raise ValueError(f"--share {args.share} of --tokens {fewest:,}; give 2 or more, and at least as many --tokens")
+
+
 def _ffn_rows(args, common):
     from hf_twell.bench.block import bench_ffn
     from hf_twell.bench.block_quantized import bench_ffn_quantized
@@ -382,7 +406,8 @@ def _ffn_rows(args, common):
     activities = measured or [
         Wanted(l0 / width, None if union is None else {"64": union}) for l0, union in _l0s_and_unions(args)
     ]
-    plain = common | {"backward": args.backward, "max_autotune": args.max_autotune}
+    training = {"backward": args.backward, "term": args.term or "l1", "share": args.share}
+    plain = common | training | {"max_autotune": args.max_autotune}
     del common["energy"]
     benches = {
         kind: partial(bench_ffn, **plain) if kind == "bf16" else partial(bench_ffn_quantized, kind, **common)

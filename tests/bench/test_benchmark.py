@@ -27,6 +27,7 @@ from hf_twell.bench.plot import plot
 from hf_twell.bench.progress import silent
 from hf_twell.bench.wanted import Wanted
 from hf_twell.bench.workload import make_ffn, patched_block
+from hf_twell.blocks.batches import runs_of
 from hf_twell.blocks.modeling import SparseFfn
 from hf_twell.cli import bench, main
 from hf_twell.cli.bench_table import CELLS
@@ -157,9 +158,9 @@ def test_weights_take_turns_and_gradients_begin_at_none(monkeypatch, backward):
     monkeypatch.setattr(block, "COLD_BYTES", 2 * size)
     seen = {"eager": [], "sparse": []}
 
-    def eager(x, w_gate, w_up, w_down, *l1_scale):
+    def eager(x, w_gate, w_up, w_down, **term):
         seen["eager"].append((w_up.data_ptr(), x.grad is w_up.grad is w_down.grad is None))
-        return block_backward.dense(x, w_gate, w_up, w_down, *l1_scale or (None,))
+        return block_backward.dense(x, w_gate, w_up, w_down, **term)
 
     def sparse(x, w_up, w_down, *rest, **options):
         seen["sparse"].append((w_up.data_ptr(), x.grad is w_up.grad is w_down.grad is None))
@@ -205,23 +206,47 @@ def test_a_row_names_the_sparse_blocks_own_error(monkeypatch):
     assert 0 < row["error"] < 0.8 * row["error_eager"]
 
 
-def test_a_block_without_its_l1_term_is_not_timed(monkeypatch):
-    def forgetful(*args, l1_scale=None, **options):
-        return reference.ffn(*args)
+@pytest.mark.parametrize(
+    ("term", "forgotten"),
+    [({"term": "l1"}, "l1_scale"), ({"term": "count"}, "count_scale"), ({"term": "count", "share": 16}, "runs")],
+)
+def test_a_block_without_its_term_is_not_timed(monkeypatch, term, forgotten):
+    def forgetful(*args, capacity, backend, key, way, **options):
+        del options[forgotten]
+        return reference.ffn(*args, **options)
 
     monkeypatch.setattr(api, "ffn", forgetful)
-    rows = block.bench_ffn([64], [Wanted(8 / 344)], hidden=64, intermediate=344, compile_dense=False, backward=True)
+    sizes = {"hidden": 64, "intermediate": 344, "compile_dense": False}
+    rows = block.bench_ffn([64], [Wanted(8 / 344)], **sizes, backward=True, **term)
     with pytest.raises(ValueError, match="gradient of x of the sparse block is off"):
         next(rows)
 
 
+@pytest.mark.parametrize("share", [None, 16, 70])
+def test_bench_ffn_trains_with_the_count_term(capsys, monkeypatch, share):
+    """Runs of which the last may be shorter."""
+    monkeypatch.setattr(block, "COLD_BYTES", 0)  # what is timed here says nothing
+    sizes = ("--tokens", 70, "--l0", 8, "--hidden", 64, "--intermediate", 344, "--repeats", 1, "--device", "cpu")
+    options = ("--backward", "--term", "count", *(() if share is None else ("--share", share)))
+    (row,) = run(capsys, "ffn", *sizes, "--no-compile", *options)
+    assert (row["pass"], row["term"], row.get("share")) == ("forward+backward", "count", share)
+    assert row["count_scale"] == block_backward.COUNT_SCALE
+    assert "l1_scale" not in row
+    assert list(row["errors"]) == list(block_backward.TENSORS)
+    for error in row["errors"].values():
+        assert 0 < error["sparse"] <= 2 * error["eager"]
+    assert row["took"] == ("kernels" if row["backend"] == "cpu" else "plain matmuls")
+
+
 @pytest.mark.slow
-def test_compiled_dense_training_has_the_l1_term():
+@pytest.mark.parametrize(("term", "share"), [("l1_scale", None), ("count_scale", None), ("count_scale", 16)])
+def test_compiled_dense_training_has_the_term(term, share):
     x, *weights = (t.requires_grad_() for t in workload.make_ffn(64, 64, 344, 8, dtype=torch.float32))
     function = block_backward.dense
+    of_runs = {} if share is None else {"runs": runs_of({"inputs_embeds": x.unsqueeze(0)}, share)}
 
     def gradients(function, scale):
-        y = function(x, *weights, torch.tensor(scale))
+        y = function(x, *weights, **{term: torch.tensor(scale)}, **of_runs)
         return torch.autograd.grad(y, (x, *weights), torch.ones_like(y))
 
     compiled = gradients(torch.compile(function, dynamic=False, fullgraph=True), 0.125)
@@ -570,6 +595,13 @@ def test_sizes_that_are_none(capsys, mode, option, value):
         ("ffn --layer 3", "--layer is of a measured model; name it with --activity"),
         ("ffn --activity figures.json --l0 50", "--activity gives density and unions; leave --l0 and --union out"),
         ("ffn --shape qwen2.5-7b --l0 6000", "--l0 6000 of 5,632 neurons"),
+        ("ffn --term count", "--term count is of training; give --backward, too"),
+        ("ffn --backward --share 64", "--share 64 goes with --term count alone; give that, too"),
+        ("ffn --backward --term count --share 64 --tokens 128 63", "--share 64 of --tokens 63; give 2 or more, and at"),
+        ("ffn --backward --term count --share 64", "--share 64 of --tokens 1; give 2 or more, and at least as many"),
+        ("ffn --backward --term count --share 1 --tokens 8", "--share 1 of --tokens 8; give 2 or more"),
+        ("ffn --experts 4 --share 64", "--experts measures plain weights forward alone; leave --share out"),
+        ("ffn --experts 4 --term count", "--experts measures plain weights forward alone; leave --term out"),
         ("ffn --hidden 1", "--hidden 1; give at least 2"),
         ("prefill --hidden 63", "--hidden 63 with attention heads: 1; give a multiple of 2"),
         ("train --hidden 64 --heads 3", "--hidden 64 with attention heads: 3; give a multiple of 6"),
@@ -663,9 +695,10 @@ def test_bench_on_a_gpu(tmp_path, capsys):
     (row,) = run(capsys, "train", *sizes, *more, "--batch", 2, "--length", 512)
     assert row["sparse_compiled_ms"] > 0
     assert row["sparse_peak_mib"] > row["resident_mib"] > 0
-    (row,) = run(capsys, "ffn", "--backward", "--tokens", 1024, *sizes)
-    for name in ("eager", "compiled", "sparse"):
-        assert row[f"{name}_peak_mib"] > row[f"{name}_held_mib"] >= 0
+    for term in ((), ("--term", "count"), ("--term", "count", "--share", 64)):
+        (row,) = run(capsys, "ffn", "--backward", "--tokens", 1024, *sizes, *term)
+        for name in ("eager", "compiled", "sparse"):
+            assert row[f"{name}_peak_mib"] > row[f"{name}_held_mib"] >= 0
     (row,) = run(capsys, "generate", *sizes, *more, "--batch", 2, "--new-tokens", 16)
     assert row["compiled"]
     assert row["sparse_step_ms"] > 0
