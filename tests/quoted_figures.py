@@ -578,6 +578,12 @@ def bench() -> Entries:
         )
         if few < 1:
             yield "At {:,} tokens and {:.1f} % that is plain matmuls", some["tokens"], 100 * some["density"]
+    longer = [
+        [100 * (each["ms"][f"{name}_runs"] / each["ms"][name] - 1) for each in rows(RUNS)]
+        for name in ("compiled", "columns")
+    ]
+    (dense_more,) = {f"{value:.0f}" for value in longer[0]}
+    yield "With `share` it takes {} % longer, and kernels {:.0f} to {:.0f} %:", dense_more, *span(longer[1])
     (plain,) = rows(UNIONS, took="plain matmuls")
     yield "At {:.2f} the block computed plain matmuls", speedup(plain)
     train, prefill = row(MAIN, bench="train", commit="ebf9822"), row(MAIN, bench="prefill")

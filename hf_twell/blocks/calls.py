@@ -285,12 +285,13 @@ def drop_activity(ffn: "SparseBlock", x: torch.Tensor) -> None:
     The blocks do it themselves, without a hook: a graph that was compiled before one would not notice it. Dynamo traces
     it without a break, and traces a model anew once it is done.
     """
-    if not torch.is_grad_enabled() or not (x.requires_grad or any(each.requires_grad for each in ffn.parameters())):
+    settings, config = ffn.twell, ffn.twell.config
+    if config is None or not torch.is_grad_enabled():
         return
-    settings = ffn.twell
-    entry = getattr(settings.config, "twell", None)
-    if settings.config is not None and entry is not None:
-        settings.config.twell = without_activity(entry)
+    if not (x.requires_grad or any(each.requires_grad for each in ffn.parameters())):
+        return
+    if (entry := getattr(config, "twell", None)) is not None:
+        config.twell = without_activity(entry)
     settings.activity = settings.choices = settings.choices_elsewhere = settings.config = None
 
 

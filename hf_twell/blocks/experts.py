@@ -39,7 +39,7 @@ class SparseExperts(SparseBlock):
         top_k_index: torch.Tensor | None = None,
         top_k_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        if self.training and self.twell.config is not None:
+        if self.training:
             drop_activity(self, hidden_states)
         given = [each for each in (hidden_states, top_k_index, top_k_weights) if each is not None]
         if not (torch.compiler.is_compiling() and has_forward_of(SparseExperts, self)):

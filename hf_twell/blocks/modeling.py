@@ -195,7 +195,7 @@ class SparseFfn(SparseBlock):
     def forward(self, x: torch.Tensor | None = None, **named: torch.Tensor) -> torch.Tensor:
         if x is None or named:
             x = only_input(self, x, named)
-        if self.training and self.twell.config is not None:
+        if self.training:
             calls.drop_activity(self, x)
         # Where __call__ left no mark, as its own guards say, a compiled forward assigns nothing.
         if not (torch.compiler.is_compiling() and has_forward_of(SparseFfn, self)):

@@ -55,9 +55,10 @@ def ffn(
         x (..., D); w_up, w_gate (F, D); w_down (D, F); b_up, b_gate (F,); b_down (D,); returns (..., D).
         s_up, s_gate (F,) or (F, 1), s_down (D,) or (D, 1), float32: where the weights are 8-bit, all of them.
         l1_scale, count_scale () fp32; token_weight x.shape[:-1] fp32, None for ones; tally (1 + F,) fp32 leaf, or None.
-        runs: tokens (R, share) int64, each run's places in x seen as (T, D), and -1 after the last of a shorter one;
-        run (T,) int64, each token's row there, 0..R - 1. Padding has the last row, which holds no places. What is no
-        row at all is refused on a CPU; on a GPU, and in a compiled graph, nobody looks. unions (1,) fp32 leaf or None.
+        runs: what `hf_twell.blocks.batches.runs_of` makes: tokens (R, share) int64, each run's places in x seen as
+        (T, D), and -1 after the last of a shorter one; run (T,) int64, each token's row there, 0..R - 1. Padding has
+        the last row, which holds no places. Both tell the same. Only on a CPU, and outside of graphs, are they looked
+        at: elsewhere a row that is none reads and writes other memory. unions (1,) fp32 leaf or None.
 
     Args:
         capacity: active neurons per token, on average, that forward keeps for backward; a matter of memory and speed

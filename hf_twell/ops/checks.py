@@ -81,10 +81,12 @@ def check_runs(
         return
     if count_scale is None:
         raise ValueError("runs was given without count_scale; runs of tokens add to the count term alone")
+    if len(runs) != 2 or not all(isinstance(part, torch.Tensor) for part in runs):
+        raise ValueError("runs holds other than two tensors; give what hf_twell.blocks.batches.runs_of makes")
     tokens, run = runs
     count = x.shape[:-1].numel()
     for name, tensor, shape, fits in (
-        ("tokens", tokens, "(R, share)", tokens.ndim == 2 and len(tokens) > 0),
+        ("tokens", tokens, "(R, share) with both at least 1", tokens.ndim == 2 and tokens.numel() > 0),
         ("run", run, f"({count},)", run.shape == (count,)),
         ("unions", unions, "(1,)", unions is None or unions.shape == (1,)),
     ):
@@ -94,8 +96,9 @@ def check_runs(
             raise ValueError(f"{name} of runs has shape {tuple(tensor.shape)}; expected {shape}")
         if tensor.device != x.device:
             raise ValueError(f"x is on {x.device} and {name} of runs on {tensor.device}; move them to one device")
-        if name != "unions" and tensor.dtype != torch.int64:
-            raise ValueError(f"{name} of runs is {tensor.dtype}; give torch.int64")
+        dtype = torch.float32 if name == "unions" else torch.int64
+        if tensor.dtype != dtype:
+            raise ValueError(f"{name} of runs is {tensor.dtype}; give {dtype}")
     if run.is_cpu and count > 0 and not torch.compiler.is_compiling():
         least, most = (int(bound) for bound in run.aminmax())
         if least < 0 or most >= len(tokens):
@@ -103,6 +106,8 @@ def check_runs(
                 f"run holds {least if least < 0 else most}; give each token a row of tokens, of 0..{len(tokens) - 1}, "
                 "and padding the last"
             )
+        if (place := int(tokens.max())) >= count:
+            raise ValueError(f"tokens of runs holds {place}, and x has {count} tokens; give places below that")
 
 
 def check_quantize_x(w_up: torch.Tensor, needs_grad: bool) -> None:

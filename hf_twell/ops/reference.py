@@ -183,6 +183,8 @@ def _slope_of_runs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What a run's count adds to the gradient of its strongest tokens, and the report; see `inject_count`."""
     active_TF = active.reshape(-1, active.shape[-1])
+    if len(active_TF) == 0:
+        return torch.zeros_like(active), active.new_zeros(1, dtype=torch.float32)
     exists_RS1 = (tokens >= 0).unsqueeze(-1)
     # In place, as fresh memory of this size costs a CPU more than the arithmetic.
     active_RSF = active_TF[tokens.clamp(min=0)].masked_fill_(~exists_RS1, 0)

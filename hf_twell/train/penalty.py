@@ -4,6 +4,7 @@ import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from transformers.utils import is_accelerate_available
 from hf_twell.blocks.batches import batch_size_tokens, check_one_stream, runs_of, token_weight
 from hf_twell.blocks.modeling import L1Inputs, SparseBlock, SparseFfn, sparse_ffns
 from hf_twell.convert.entry import record_density
+from hf_twell.dispatch.limits import limit
 from hf_twell.dispatch.training import Block, ModelChoice
 from hf_twell.ops.reference import new_tally
 from hf_twell.train.schedule import TERMS, check_share
@@ -111,7 +113,8 @@ class L1Penalty:
                 "after blocks are replaced, cut off or copied by an adapter, make a new one"
             )
         _unwatch(self._model)
-        record_density(self.config, self.ffns, None)  # what was measured is not true of what the step makes
+        # What was measured is not true of what the step makes. Blocks drop it themselves, but not in evaluation mode.
+        record_density(self.config, self.ffns, None)
         for ffn in self.ffns:
             vars(getattr(ffn, ffn.twell.form.activation)).pop("replaces", None)  # nor is it a dense parent's any more
         self.end_step()
@@ -259,7 +262,7 @@ class L1Penalty:
             ffn.twell_state.on_kernels = block.choice.sparse or ffn.twell.backend != "auto"
         blocks = [block for ffn, block in compiled if ffn.twell.backend == "auto"]
         if blocks:
-            self._choice.end_step(blocks, self._batch_tokens, step.density, step.union)
+            self._choice.end_step(blocks, self._batch_tokens, step.density, partial(_union_of_neighbours, step))
 
     @property
     def device(self) -> torch.device:
@@ -293,6 +296,15 @@ class L1Penalty:
     @staticmethod
     def _device(ffn: SparseBlock) -> torch.device:
         return next(ffn.parameters()).device
+
+
+def _union_of_neighbours(step: StepCounts) -> torch.Tensor | None:
+    """What takes the place of the union of 128 neighbours in a compiled model's choice, (L,): that of the runs, or all
+    neurons where these are too short to tell. None without runs."""
+    union = step.union()
+    if union is None or step.share is None or step.share >= limit("kCudaTrainingLeastRun"):
+        return union
+    return torch.ones_like(union)
 
 
 # A function of the module, which copies and pickles of a model hold by its name.

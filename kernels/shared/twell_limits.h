@@ -175,6 +175,9 @@ constexpr UnionLimit kCudaTrainingUnionLimits[] = {
     {kMany, 0.54, -0.29},
 };
 constexpr double kCudaColumnsDensity = 19.4;
+// Compiled models know no union but that of runs that count, which is near that of kNeighbours tokens where they have so
+// many tokens: 40 % for 46, 25 for 29. Of shorter ones it says little, so that such models stay with plain matmuls.
+constexpr int64_t kCudaTrainingLeastRun = 64;
 // Times the limit of training: above that a block which trains by kernels goes back to plain matmuls.
 constexpr double kCudaTrainingBack = 1.1;
 // Times the limit of training: what a block of a compiled model, whose blocks all train one way, counts for at most in

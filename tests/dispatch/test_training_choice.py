@@ -521,9 +521,11 @@ def test_a_hand_written_loop_follows_too_and_layers_compiled_one_by_one(monkeypa
 @pytest.mark.slow
 @needs_cpu_kernels
 @pytest.mark.usefixtures("as_on_a_gpu")
-def test_a_compiled_model_whose_runs_count_moves_over(monkeypatch):
-    """By the union that its steps count; and the step's gradient is the same either way."""
+@pytest.mark.parametrize("least_run", [8, 9])
+def test_a_compiled_model_whose_runs_count_moves_over(monkeypatch, least_run):
+    """By the union that its steps count, where runs are long; and the step's gradient is the same either way."""
     monkeypatch.setitem(limits.read(), "kCudaTrainingUnionLimits", ((math.inf, 0.4, 0.1),))
+    monkeypatch.setitem(limits.read(), "kCudaTrainingLeastRun", least_run)
     model, batch = patched_model(), {"input_ids": torch.arange(64).view(4, 16)}
     torch._dynamo.reset()
     compiled, penalty = torch.compile(model, backend="aot_eager"), L1Penalty(model, 0.5, term="count", share=8)
@@ -534,7 +536,7 @@ def test_a_compiled_model_whose_runs_count_moves_over(monkeypatch):
         gradients.append(one_step.flat_gradient(model))
         model.zero_grad()
         ways.append([layer.mlp.twell_state.on_kernels for layer in model.model.layers])
-    assert ways == [[False] * 3] * 2 + [[True] * 3] * 2
+    assert ways == [[False] * 3] * 2 + [[least_run == 8] * 3] * 2
     assert (gradients[3] - gradients[0]).norm() <= 1e-5 * gradients[0].norm()
 
 

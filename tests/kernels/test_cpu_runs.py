@@ -109,6 +109,19 @@ def test_a_run_whose_strongest_is_nan_adds_nothing_and_is_counted(isa, dtype):
         torch.testing.assert_close(ours["x"][whole], truth["x"][whole], rtol=2**-6, atol=2**-6)
 
 
+def test_active_gates_that_are_rounded_to_zero_are_equally_strong_and_counted_once(isa):
+    """Of 2^-27 in float16, which is exact in float32: half of a run's eight tokens, and of three neurons in a row."""
+    x, gates = torch.eye(16).half() / 8, torch.full((3, 16), -(2.0**-24)).half()
+    gates[:, ::2] *= -1
+    w_gate, unions = gates.clone().requires_grad_(), reference.new_tally(1)
+    w_up, w_down = torch.zeros(3, 16).half(), torch.zeros(16, 3).half()
+    y = cpu_ffn(x, w_up, w_down, w_gate, count_scale=torch.tensor(COUNT), runs=make_runs(1, 16, 8), unions=unions)
+    y.backward(torch.zeros_like(y))
+    assert unions.grad.item() == 3 * 16
+    slope = COUNT * (1 + 8 / 4) * reference.count_slope(torch.zeros(())) / 8
+    torch.testing.assert_close(w_gate.grad.float(), torch.where(gates > 0, slope, 0.0), rtol=2e-3, atol=0)
+
+
 def test_gates_saved_and_computed_again_are_equally_strong():
     """Two tokens that are the same, of which one finds no room."""
     case = near_zero(make_case(16, 40, 172, 0.1, torch.bfloat16))
@@ -120,9 +133,10 @@ def test_gates_saved_and_computed_again_are_equally_strong():
         assert relative_rms(value, all_of_them[name]) < 2**-7, name
 
 
-def test_no_tokens():
+@pytest.mark.parametrize("ffn", [cpu_ffn, reference.ffn, api.ffn])
+def test_no_tokens(ffn):
     case = make_case(0, 40, 172, 0.1, torch.float32)
-    found = run(cpu_ffn, case, torch.float32, count=COUNT, runs=make_runs(1, 0, 8))
+    found = run(ffn, case, torch.float32, count=COUNT, runs=make_runs(1, 0, 8))
     assert found["unions"].item() == 0
     assert not found["w_gate"].any()
 
@@ -179,7 +193,7 @@ def test_opcheck(gated):
         library.opcheck(torch.ops.hf_twell.ffn_backward.default, (*arguments, *of_count))
     leaves = [None if t is None else t.clone().requires_grad_() for t in case.values()]
     unions = torch.zeros(1, requires_grad=True)
-    # Without saved pairs, whose unused bytes differ from call to call.
+    # Without the tests that compare two calls: unused bytes of the saved state differ.
     arguments = (*leaves, None, None, torch.zeros(173, requires_grad=True), 16, *of_count, unions)
     library.opcheck(torch.ops.hf_twell.ffn.default, arguments, test_utils=("test_schema", "test_faketensor"))
 
@@ -202,6 +216,10 @@ def test_compiled():
         ({"runs": lambda tokens, run: (tokens[0], run)}, r"tokens of runs has shape \(8,\); expected \(R, share\)"),
         ({"runs": lambda tokens, run: (tokens, run[1:])}, r"run of runs has shape \(19,\); expected \(20,\)"),
         ({"runs": lambda tokens, run: (tokens, run.int())}, "run of runs is torch.int32; give torch.int64"),
+        ({"runs": lambda tokens, run: (tokens[:, :0], run)}, "with both at least 1"),
+        ({"runs": lambda tokens, run: (tokens + 1, run)}, "tokens of runs holds 20, and x has 20 tokens"),
+        ({"runs": lambda tokens, run: (tokens,)}, "runs holds other than two tensors"),
+        ({"unions": torch.zeros(1).bfloat16()}, "unions of runs is torch.bfloat16; give torch.float32"),
         ({"runs": lambda tokens, run: (tokens, run - 1)}, r"run holds -1; give each token a row of tokens, of 0\.\.3"),
         ({"runs": lambda tokens, run: (tokens, run + 2)}, r"run holds 4; give each token a row of tokens, of 0\.\.3"),
         ({"runs": lambda tokens, run: (tokens, run.to("meta"))}, "x is on cpu and run of runs on meta"),

@@ -5,8 +5,7 @@
 
 namespace twell {
 
-// Which tokens are neighbours, whose union the count presses on too. The tokens of a run come one after the other, but
-// others may lie between them.
+// Which tokens are neighbours, whose union the count presses on too. Others may lie between the tokens of a run.
 struct Runs {
   const int64_t* run;    // (T): each token's, below `count`; or null for no runs
   const int64_t* sizes;  // (count): how many tokens a run has; one of size 0, as padding's, adds nothing

@@ -17,7 +17,7 @@ struct Arguments {
   Chunk chunk;
   Runs runs;
   RunScratch scratch;
-  int width, share;  // `share` thread blocks for each half of a block of tokens
+  int width, splits;  // thread blocks for each half of a block of tokens
 };
 
 // What a warp does: groups of the entries of half a block, an entry a lane.
@@ -32,9 +32,9 @@ struct Work {
   __device__ __forceinline__ explicit Work(const Arguments& a) {
     const Active& active = a.chunk.active;
     lane = threadIdx.x % 32;
-    warp = static_cast<int>(blockIdx.x) % a.share * kWarps + static_cast<int>(threadIdx.x) / 32;
-    warps = a.share * kWarps;
-    const int half_block = static_cast<int>(blockIdx.x) / a.share;
+    warp = static_cast<int>(blockIdx.x) % a.splits * kWarps + static_cast<int>(threadIdx.x) / 32;
+    warps = a.splits * kWarps;
+    const int half_block = static_cast<int>(blockIdx.x) / a.splits;
     block = half_block / 2, half = half_block % 2;
     const Counts& counts = active.counts[block];
     const int first_only = __ldcg(&counts.first_only), both = __ldcg(&counts.both);
@@ -205,8 +205,8 @@ __global__ void __launch_bounds__(kThreads, kResident)
 Arguments arguments_of(const Ffn& ffn, const Chunk& chunk, const Runs& runs, const RunScratch& scratch,
                        const Device& device) {
   const int most = (chunk.active.row + kGroupEntries * kWarps - 1) / (kGroupEntries * kWarps);
-  const int share = min(most, max(1, device.sm_count * kResident / (2 * chunk.active.blocks)));
-  return {chunk, runs, scratch, ffn.width, share};
+  const int splits = min(most, max(1, device.sm_count * kResident / (2 * chunk.active.blocks)));
+  return {chunk, runs, scratch, ffn.width, splits};
 }
 
 }  // namespace
@@ -224,7 +224,7 @@ cudaError_t launch_find_strongest(const Ffn& ffn, const Chunk& all, const Runs& 
   const int grid = static_cast<int>(std::min<int64_t>(blocks, device.sm_count * 8));
   TWELL_RETURN_IF_ERROR(launch_with_carveout(100, clear_kernel, grid, kThreads, 1, 0, stream, scratch.in_runs, words));
   const Arguments arguments = arguments_of(ffn, all, runs, scratch, device);
-  return launch_with_carveout(100, find_kernel, 2 * all.active.blocks * arguments.share, kThreads, 1, 0, stream,
+  return launch_with_carveout(100, find_kernel, 2 * all.active.blocks * arguments.splits, kThreads, 1, 0, stream,
                               arguments);
 }
 
@@ -232,8 +232,8 @@ cudaError_t launch_add_strongest(const Ffn& ffn, const Chunk& chunk, const Terms
                                  void* gradients, const Device& device, cudaStream_t stream) {
   const Arguments arguments = arguments_of(ffn, chunk, terms.runs, scratch, device);
   const auto kernel = ffn.dtype == DType::kBFloat16 ? add_kernel<__nv_bfloat16> : add_kernel<__half>;
-  return launch_with_carveout(100, kernel, 2 * chunk.active.blocks * arguments.share, kThreads, 1, 0, stream, arguments,
-                              terms.count_scale, static_cast<uint16_t*>(gradients));
+  return launch_with_carveout(100, kernel, 2 * chunk.active.blocks * arguments.splits, kThreads, 1, 0, stream,
+                              arguments, terms.count_scale, static_cast<uint16_t*>(gradients));
 }
 
 }  // namespace twell::sm90
