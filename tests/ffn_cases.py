@@ -3,8 +3,9 @@
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_twell.blocks.batches import Runs, runs_of
+from hf_twell.blocks.batches import runs_of
 from hf_twell.ops import api, reference
+from hf_twell.ops.runs import Runs
 
 ISAS = ("portable", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "avx512_bf16_wide", "amx")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -18,6 +18,7 @@ from hf_twell.bench.timing import held_mib, interleaved_ms, millijoules, peak_mi
 from hf_twell.blocks.batches import runs_of
 from hf_twell.blocks.modeling import L1Inputs
 from hf_twell.ops import reference
+from hf_twell.ops.runs import Runs
 
 # Of dL/dh, whose elements are about 0.6 for the workload's dy: a lost L1 term must show. Exact in bf16 and fp16.
 L1_SCALE = 0.125
@@ -35,7 +36,7 @@ def dense(
     w_down: torch.Tensor,
     l1_scale: torch.Tensor | None = None,
     count_scale: torch.Tensor | None = None,
-    runs: tuple[torch.Tensor, torch.Tensor] | None = None,
+    runs: Runs | None = None,
 ) -> torch.Tensor:
     return reference.ffn(x, w_up, w_down, w_gate, l1_scale=l1_scale, count_scale=count_scale, runs=runs)
 

@@ -1,23 +1,10 @@
 """What a batch says of its tokens: how many there are, which are padding, and which are neighbours."""
 
 from collections.abc import Mapping
-from typing import NamedTuple, Self
 
 import torch
 
-
-class Runs(NamedTuple):
-    """Which tokens of a batch are neighbours: runs of so many of one sequence, the last of which may be shorter.
-
-    Shapes: tokens (R, share) int64, each run's places in the batch seen as (T,), and -1 after the last of a shorter
-    one; run (T,) int64, each token's row there. The last row is that of padding, and has no tokens.
-    """
-
-    tokens: torch.Tensor
-    run: torch.Tensor
-
-    def to(self, device: torch.device) -> Self:
-        return type(self)(*(part.to(device, non_blocking=True) for part in self))
+from hf_twell.ops.runs import Runs
 
 
 def token_weight(batch: Mapping) -> torch.Tensor | None:
@@ -35,7 +22,7 @@ def token_weight(batch: Mapping) -> torch.Tensor | None:
 
 
 def runs_of(batch: Mapping, share: int) -> Runs:
-    """The runs of `share` neighbouring tokens of a batch, padding left out.
+    """The runs of `share` neighbouring tokens of a sequence, the last of which may be shorter; padding left out.
 
     They begin anew at each row's first real token, and where the batch's `position_ids` (batch, sequence) do not go on
     by one: so packers tell where documents begin. In a batch without them, as of the sequences of

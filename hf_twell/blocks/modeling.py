@@ -14,7 +14,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_twell.blocks import calls
 from hf_twell.blocks.architectures import Site, input_name, only_input
-from hf_twell.blocks.batches import Runs
 from hf_twell.blocks.layout import restore_down
 from hf_twell.blocks.operands import (
     Operands,
@@ -30,6 +29,7 @@ from hf_twell.blocks.operands import (
 from hf_twell.dispatch.activity import RecentInputs, RecentPairs
 from hf_twell.dispatch.training import TrainingChoice
 from hf_twell.ops import api, reference
+from hf_twell.ops.runs import Runs
 
 
 @dataclass

@@ -135,8 +135,6 @@ def columns_pay(key: CallKey, activity: Activity) -> bool:
     """
     if not _trains_by_union(key, activity):
         return False
-    if key.runs:
-        return True
     _, _, pairs = _row("kCudaTrainingUnionLimits", key.tokens)
     return activity.union <= pairs + limit("kCudaColumnsDensity") * activity.density
 

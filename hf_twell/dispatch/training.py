@@ -39,7 +39,8 @@ class TrainingChoice:
     Attributes:
         density: by the latest sample; None until one has arrived, and until then training is dense.
         union: by the latest sample, if it was of at least kNeighbours tokens; else None.
-        capacity: what the kernels' state is sized for, see `hf_twell.ops.ffn`; None for the default.
+        capacity: what the kernels' state is sized for where no runs of tokens count, see `hf_twell.ops.ffn`; None for
+            the default.
         sparse: whether the kernels pay at the size of the step's first micro-batch.
         traced: whether a compiled graph was made by it: from then on `ModelChoice` sets it, for all blocks at once.
     """
@@ -125,8 +126,8 @@ class ModelChoice:
     end of the next one, which waits for them in every mode: the device still has that step to do, and all ranks change
     together.
 
-    Where runs of tokens count, the mean of the blocks' unions decides instead, of runs as they count; no capacity is
-    then too small.
+    Where runs of tokens count, the mean of the blocks' unions decides instead, of runs as they count, and capacities
+    stay as they are.
     """
 
     def __init__(self) -> None:

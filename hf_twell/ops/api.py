@@ -13,6 +13,7 @@ from hf_twell.dispatch.key import EIGHT_BIT, CallKey, dtype_of, key_of
 from hf_twell.dispatch.training import sampled_on_cpu, saved_capacity
 from hf_twell.ops import build, reference
 from hf_twell.ops.checks import check_quantize_x, check_runs, check_scales_of_terms, check_tensors
+from hf_twell.ops.runs import Runs
 
 
 def ffn(
@@ -31,7 +32,7 @@ def ffn(
     count_scale: torch.Tensor | None = None,
     token_weight: torch.Tensor | None = None,
     tally: torch.Tensor | None = None,
-    runs: tuple[torch.Tensor, torch.Tensor] | None = None,
+    runs: Runs | None = None,
     unions: torch.Tensor | None = None,
     capacity: int | None = None,
     quantize_x: bool = False,
@@ -55,10 +56,7 @@ def ffn(
         x (..., D); w_up, w_gate (F, D); w_down (D, F); b_up, b_gate (F,); b_down (D,); returns (..., D).
         s_up, s_gate (F,) or (F, 1), s_down (D,) or (D, 1), float32: where the weights are 8-bit, all of them.
         l1_scale, count_scale () fp32; token_weight x.shape[:-1] fp32, None for ones; tally (1 + F,) fp32 leaf, or None.
-        runs: what `hf_twell.blocks.batches.runs_of` makes: tokens (R, share) int64, each run's places in x seen as
-        (T, D), and -1 after the last of a shorter one; run (T,) int64, each token's row there, 0..R - 1. Padding has
-        the last row, which holds no places. Both tell the same. Only on a CPU, and outside of graphs, are they looked
-        at: elsewhere a row that is none reads and writes other memory. unions (1,) fp32 leaf or None.
+        runs: those of x's tokens, x seen as (T, D); unions (1,) fp32 leaf or None.
 
     Args:
         capacity: active neurons per token, on average, that forward keeps for backward; a matter of memory and speed
@@ -142,13 +140,10 @@ def ffn(
     l1_scale, count_scale, token_weight = _in_float32(l1_scale, count_scale, token_weight)
     width = w_up.shape[0]
     capacity = min(capacity or saved_capacity(x.device.type, width), width)
-    if runs is None:
-        return torch.ops.hf_twell.ffn(*inputs, l1_scale, token_weight, tally, capacity, count_scale)[0]
-    if x.is_cuda:  # whose kernels that keep pairs know no runs
+    run, size = (None, None) if runs is None else (runs.run, runs.size)
+    if runs is not None and x.is_cuda:  # whose kernels that keep pairs know no runs
         capacity = width
-    tokens, run = runs
-    of_count = count_scale, run.contiguous(), (tokens >= 0).sum(1), unions
-    return torch.ops.hf_twell.ffn(*inputs, l1_scale, token_weight, tally, capacity, *of_count)[0]
+    return torch.ops.hf_twell.ffn(*inputs, l1_scale, token_weight, tally, capacity, count_scale, run, size, unions)[0]
 
 
 def dense_ffn(

@@ -3,6 +3,7 @@
 import torch
 
 from hf_twell.dispatch.key import EIGHT_BIT
+from hf_twell.ops.runs import Runs
 
 
 def check_tensors(
@@ -68,46 +69,29 @@ def check_scales_of_terms(
 
 
 def check_runs(
-    x: torch.Tensor,
-    count_scale: torch.Tensor | None,
-    runs: tuple[torch.Tensor, torch.Tensor] | None,
-    unions: torch.Tensor | None,
+    x: torch.Tensor, count_scale: torch.Tensor | None, runs: Runs | None, unions: torch.Tensor | None
 ) -> None:
-    """Refuse, by a ValueError, runs that are not those of x's tokens, or are given without the count term. Which rows
-    `run` names is looked at where nothing waits for that: on a CPU, and not in a graph."""
+    """Refuse, by a ValueError, runs that are not those of x's tokens, or are given without the count term."""
     if runs is None:
         if unions is not None:
             raise ValueError("unions was given without runs, of which it counts the neurons; give both, or neither")
         return
     if count_scale is None:
         raise ValueError("runs was given without count_scale; runs of tokens add to the count term alone")
-    if len(runs) != 2 or not all(isinstance(part, torch.Tensor) for part in runs):
-        raise ValueError("runs holds other than two tensors; give what hf_twell.blocks.batches.runs_of makes")
-    tokens, run = runs
-    count = x.shape[:-1].numel()
-    for name, tensor, shape, fits in (
-        ("tokens", tokens, "(R, share) with both at least 1", tokens.ndim == 2 and tokens.numel() > 0),
-        ("run", run, f"({count},)", run.shape == (count,)),
-        ("unions", unions, "(1,)", unions is None or unions.shape == (1,)),
-    ):
+    if not isinstance(runs, Runs):
+        raise ValueError(
+            f"runs is a {type(runs).__name__}; give what hf_twell.blocks.batches.runs_of makes, or "
+            "hf_twell.ops.runs.Runs(tokens, run)"
+        )
+    for name, tensor, size in (("runs", runs.run, x.shape[:-1].numel()), ("unions", unions, 1)):
         if tensor is None:
             continue
-        if not fits:
-            raise ValueError(f"{name} of runs has shape {tuple(tensor.shape)}; expected {shape}")
+        if tensor.shape != (size,):
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; expected ({size},)")
         if tensor.device != x.device:
-            raise ValueError(f"x is on {x.device} and {name} of runs on {tensor.device}; move them to one device")
-        dtype = torch.float32 if name == "unions" else torch.int64
-        if tensor.dtype != dtype:
-            raise ValueError(f"{name} of runs is {tensor.dtype}; give {dtype}")
-    if run.is_cpu and count > 0 and not torch.compiler.is_compiling():
-        least, most = (int(bound) for bound in run.aminmax())
-        if least < 0 or most >= len(tokens):
-            raise ValueError(
-                f"run holds {least if least < 0 else most}; give each token a row of tokens, of 0..{len(tokens) - 1}, "
-                "and padding the last"
-            )
-        if (place := int(tokens.max())) >= count:
-            raise ValueError(f"tokens of runs holds {place}, and x has {count} tokens; give places below that")
+            raise ValueError(f"x is on {x.device} and {name} on {tensor.device}; move them to one device")
+    if unions is not None and unions.dtype != torch.float32:
+        raise ValueError(f"unions is {unions.dtype}; give torch.float32")
 
 
 def check_quantize_x(w_up: torch.Tensor, needs_grad: bool) -> None:

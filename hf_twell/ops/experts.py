@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 from hf_twell.dispatch.choose import takes_experts
 from hf_twell.dispatch.key import dtype_of, key_of
 from hf_twell.ops import api, reference
+from hf_twell.ops.runs import Runs
 
 
 def experts(
@@ -64,7 +65,7 @@ def routed(
     count_scale: torch.Tensor | None = None,
     token_weight: torch.Tensor | None = None,
     tally: torch.Tensor | None = None,
-    runs: tuple[torch.Tensor, torch.Tensor] | None = None,
+    runs: Runs | None = None,
     unions: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`experts` by grouped matmuls over sorted pairs, with the terms of sparse training. Returns y (T, D).
@@ -95,7 +96,8 @@ def routed(
     if count_scale is not None:
         active = reference.inject_count(active, count_scale, of_pairs)
         if runs is not None:
-            active = _InjectShared.apply(active, count_scale, pairs.token, pairs.expert, *runs, unions, len(w_down))
+            of_runs = runs.run, runs.size, unions
+            active = _InjectShared.apply(active, count_scale, pairs.token, pairs.expert, *of_runs, len(w_down))
     h = active * up
     if l1_scale is not None or tally is not None:
         h = reference.inject_l1(h, l1_scale, of_pairs, tally, pairs.expert)
@@ -153,8 +155,8 @@ class _InjectShared(torch.autograd.Function):
     """What runs of tokens add to the count term's gradient: (R E, F) groups, each of a run's pairs of one expert."""
 
     @staticmethod
-    def forward(ctx, active, scale, token, expert, tokens, run, unions, experts):
-        ctx.save_for_backward(active, scale, run[token] * experts + expert, (tokens >= 0).sum(1))
+    def forward(ctx, active, scale, token, expert, run, size, unions, experts):
+        ctx.save_for_backward(active, scale, run[token] * experts + expert, size)
         ctx.experts, ctx.tokens = experts, len(run)
         return active.view_as(active)
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from hf_twell.dispatch.limits import limit
+from hf_twell.ops.runs import Runs
 
 E4M3_MAX = 448.0
 
@@ -29,7 +30,7 @@ def ffn(
     count_scale: torch.Tensor | None = None,
     token_weight: torch.Tensor | None = None,
     tally: torch.Tensor | None = None,
-    runs: tuple[torch.Tensor, torch.Tensor] | None = None,
+    runs: Runs | None = None,
     unions: torch.Tensor | None = None,
     quantize_x: bool = False,
 ) -> torch.Tensor:
@@ -91,7 +92,7 @@ def inject_count(
     active: torch.Tensor,
     scale: torch.Tensor,
     token_weight: torch.Tensor | None = None,
-    runs: tuple[torch.Tensor, torch.Tensor] | None = None,
+    runs: Runs | None = None,
     unions: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the ReLU's output unchanged; in backward add the gradient of the count term to it.
@@ -106,11 +107,11 @@ def inject_count(
     k_rf tokens with a_tf = m_rf > 0. The report is the "gradient" of `unions`:
     unions.grad[0] += sum over runs and neurons of n_r * [m_rf > 0].
 
-    Shapes: active (..., F); scale () fp32; token_weight (...) fp32 or None for ones; runs: `tokens` (R, share) and
-    `run` (T,) int64 as in `hf_twell.blocks.batches.Runs`; unions (1,) fp32 leaf, as `tally` of `inject_l1`, or None.
+    Shapes: active (..., F); scale () fp32; token_weight (...) fp32 or None for ones; unions (1,) fp32 leaf, as `tally`
+    of `inject_l1`, or None.
     """
-    tokens, run = (None, None) if runs is None else runs
-    return _InjectCount.apply(active, scale, token_weight, tokens, run, unions)
+    parts = (None, None, None) if runs is None else (runs.tokens, runs.run, runs.size)
+    return _InjectCount.apply(active, scale, token_weight, *parts, unions)
 
 
 def inject_l1(
@@ -154,23 +155,23 @@ def new_tally(size: int, device: torch.device | str = "cpu") -> torch.Tensor:
 
 class _InjectCount(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, active, scale, token_weight, tokens, run, unions):
+    def forward(ctx, active, scale, token_weight, tokens, run, size, unions):
         # The product with up saves the same storage, so keeping it here costs no memory.
-        ctx.save_for_backward(active, scale, token_weight, tokens, run)
+        ctx.save_for_backward(active, scale, token_weight, tokens, run, size)
         return active.view_as(active)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        active, scale, token_weight, tokens, run = ctx.saved_tensors
+        active, scale, token_weight, tokens, run, size = ctx.saved_tensors
         each = scale if token_weight is None else (scale * token_weight).unsqueeze(-1)
         slope = each.to(active.dtype) * count_slope(active)
         report = None
         if tokens is not None:
-            of_runs, report = _slope_of_runs(active, scale, tokens, run)
+            of_runs, report = _slope_of_runs(active, scale, tokens, run, size)
             slope += of_runs
-        report = report if ctx.needs_input_grad[5] else None
-        return grad + slope.masked_fill_(~(active > 0), 0), None, None, None, None, report
+        report = report if ctx.needs_input_grad[6] else None
+        return grad + slope.masked_fill_(~(active > 0), 0), None, None, None, None, None, report
 
 
 def count_slope(active: torch.Tensor) -> torch.Tensor:
@@ -179,18 +180,17 @@ def count_slope(active: torch.Tensor) -> torch.Tensor:
 
 
 def _slope_of_runs(
-    active: torch.Tensor, scale: torch.Tensor, tokens: torch.Tensor, run: torch.Tensor
+    active: torch.Tensor, scale: torch.Tensor, tokens: torch.Tensor, run: torch.Tensor, size: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What a run's count adds to the gradient of its strongest tokens, and the report; see `inject_count`."""
     active_TF = active.reshape(-1, active.shape[-1])
     if len(active_TF) == 0:
         return torch.zeros_like(active), active.new_zeros(1, dtype=torch.float32)
-    exists_RS1 = (tokens >= 0).unsqueeze(-1)
     # In place, as fresh memory of this size costs a CPU more than the arithmetic.
-    active_RSF = active_TF[tokens.clamp(min=0)].masked_fill_(~exists_RS1, 0)
+    active_RSF = active_TF[tokens.clamp(min=0)].masked_fill_((tokens < 0).unsqueeze(-1), 0)
     strongest_RF = active_RSF.amax(1)
     equals_RF = (active_RSF == strongest_RF.unsqueeze(1)).sum(1, dtype=torch.int32)  # 0 where a NaN is the strongest
-    size_R1, wide = exists_RS1.sum(1), torch.promote_types(active.dtype, torch.float32)
+    size_R1, wide = size.unsqueeze(1), torch.promote_types(active.dtype, torch.float32)
     slope_RF = scale * size_R1 * count_slope(strongest_RF.to(wide)) / equals_RF.clamp(min=1)
     slope_TF = slope_RF.to(active.dtype)[run].masked_fill_(active_TF != strongest_RF[run], 0)
     # Over runs first, as `count` sums over tokens first. A NaN is active, as `relu` keeps it.

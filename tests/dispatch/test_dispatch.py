@@ -157,7 +157,6 @@ def test_training_on_a_gpu_where_runs_count_goes_by_the_union(tokens):
     for union, factor in itertools.product(UNIONS[1:], (1.0, limit("kCudaTrainingBack"))):
         activity = Activity(0.001, on_kernels=factor > 1, union=union)
         assert choose(key, activity) == ("kernels" if union <= most * factor else "plain")
-        assert columns_pay(key, activity) == (union <= most * factor)
     assert choose(key, Activity(0.001)) == "plain"
     assert choose(key._replace(asked=True), Activity(1.0, union=1.0)) == "kernels"
 

@@ -10,12 +10,14 @@ import pytest
 import torch
 from torch._dynamo.backends.debugging import aot_eager
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import hf_twell
 from hf_twell import L1Penalty, SparsityCallback
 from hf_twell.blocks import calls as block_calls
+from hf_twell.blocks.batches import runs_of
 from hf_twell.dispatch import choose, limits, training
 from hf_twell.dispatch import key as dispatch_key
 from hf_twell.dispatch.activity import Sample
@@ -161,19 +163,13 @@ def test_copies_and_pickles_start_anew():
 
 
 @pytest.mark.parametrize(
-    ("union", "kinds", "by_columns", "dense", "runs"),
-    [
-        (0.3, 3, True, False, False),
-        (0.15, 1, True, False, False),
-        (0.5, 3, False, True, False),
-        (0.36, 1, False, False, False),
-        (0.36, 1, True, False, True),
-        (0.5, 3, False, True, True),
-    ],
+    ("union", "kinds", "by_columns", "dense"),
+    [(0.3, 3, True, False), (0.15, 1, True, False), (0.5, 3, False, True), (0.36, 1, False, False)],
 )
+@pytest.mark.parametrize("runs", [False, True])
 def test_blocks_whose_neighbours_share_train_by_columns(monkeypatch, union, kinds, by_columns, dense, runs):
-    """Up to a union; and by pairs, also above the limit of density, where these are faster than columns, and where no
-    runs count."""
+    """Up to a union; and by pairs, also above the limit of density, where these are faster than columns. Where runs
+    count, no capacity chooses between the two: see `test_where_runs_count_a_gpu_keeps_columns_whatever_is_asked`."""
     numbers = {"kCudaTrainingUnionLimits": ((math.inf, 0.4, 0.1),), "kCudaColumnsDensity": 8.0}
     for name, number in numbers.items():
         monkeypatch.setitem(limits.read(), name, number)
@@ -291,6 +287,21 @@ def test_recomputation_goes_the_way_of_its_forward(monkeypatch, use_reentrant):
         assert len(calls) == expected
         with torch.no_grad():
             block.gate_proj.weight += 0
+
+
+@needs_cpu_kernels
+def test_text_generated_in_a_step_goes_as_outside_of_it_where_no_kernels_train(monkeypatch):
+    """Also where runs count, which only training does."""
+    monkeypatch.setattr(dispatch_key, "device_class", lambda kind, index=None: ("cuda", "8.0"))
+    model, batch = patched_model().model, {"input_ids": torch.zeros(1, 16, dtype=torch.long)}
+    block, x = model.layers[0].mlp, torch.randn(1, 16, 32)
+    penalty, keys = L1Penalty(model, 1.0, term="count", share=8), []
+    penalty.begin_step([batch])
+    with torch.no_grad():
+        with penalty.micro_batch(batch):
+            keys.append(block_calls.settle(block, x, block._read_weights(), reports=False)[0])
+        keys.append(block_calls.settle(block.eval(), x, block._read_weights(), reports=False)[0])
+    assert keys[0] == keys[1]
 
 
 @needs_cpu_kernels
@@ -613,6 +624,31 @@ def test_shapes_without_data(device, gated, by_columns):
         assert gradients[2].stride() == w_down.stride()
         assert gradients[3].shape == (w_up.shape if gated else (0,))
         assert [g.numel() for g in gradients[4:]] == [172, 40, 172, 0]
+
+
+@needs_cpu_kernels
+@pytest.mark.parametrize("asked", [None, 32])
+@pytest.mark.parametrize("share", [None, 64])
+def test_where_runs_count_a_gpu_keeps_columns_whatever_is_asked(share, asked):
+    """By a capacity of F, as kernels that keep pairs know no runs."""
+    capacities = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function is torch.ops.hf_twell.ffn.default:
+                capacities.append(args[10])
+            return function(*args, **(kwargs or {}))
+
+    def empty(*shape):
+        return torch.empty(*shape, dtype=torch.bfloat16, device="cuda")
+
+    key = CallKey("cuda", "9.0", torch.bfloat16, torch.bfloat16, TOKENS, HIDDEN, INTERMEDIATE, training=True)
+    with FakeTensorMode(), Watch():
+        x, w_up, w_down = empty(1, TOKENS, HIDDEN), empty(INTERMEDIATE, HIDDEN), empty(HIDDEN, INTERMEDIATE)
+        runs = None if share is None else runs_of({"inputs_embeds": x}, share)
+        terms = {"count_scale": torch.ones((), device="cuda"), "runs": runs}
+        api.ffn(x, w_up, w_down, **terms, capacity=asked, key=key._replace(runs=share is not None), way="kernels")
+    assert capacities == [(asked or saved_capacity("cuda", INTERMEDIATE)) if share is None else INTERMEDIATE]
 
 
 @pytest.mark.parametrize(

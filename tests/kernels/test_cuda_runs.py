@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hf_twell.blocks.batches import Runs
 from hf_twell.ops import reference
+from hf_twell.ops.runs import Runs
 from tests.ffn_cases import PADDING, make_runs, relative_rms
 from tests.kernels.test_cuda_kernels import NAMES, by_columns, exact_fp32, poison, scattered_case  # noqa: F401
 from tests.kernels.test_cuda_training import (
@@ -73,7 +73,7 @@ def backward(case, runs, *, needs=EVERY, count=COUNT):
     """Every gradient that is needed, by name, and "unions" of the neurons in runs; from the operators themselves."""
     x, w_up, w_down, w_gate, b_up, _, b_gate = inputs = [case[name] for name in NAMES]
     scale = None if count is None else torch.tensor(count, device=x.device)
-    of_count = (scale,) if runs is None else (scale, runs.run, (runs.tokens >= 0).sum(1))
+    of_count = (scale,) if runs is None else (scale, runs.run, runs.size)
     grad_y, capacity = grad_of_y(case), len(w_up)
     state = torch.ops.hf_twell.ffn(*inputs, None, None, None, capacity, *of_count)[2]
     kept = state.clone()
@@ -208,7 +208,7 @@ def test_a_captured_step_follows_its_inputs():
     first = exact_case(1000, 72, 344, torch.bfloat16)
     cases = (first, first | {"x": first["x"].flip(0).contiguous()})
     all_runs = [runs_on_gpu(4, 250, 64, padding) for padding in ("left", "holes")]
-    leaves, grad_y, runs = leaves_of(first), grad_of_y(first), Runs(*(part.clone() for part in all_runs[0]))
+    leaves, grad_y, runs = leaves_of(first), grad_of_y(first), Runs(all_runs[0].tokens.clone(), all_runs[0].run.clone())
     unions = torch.zeros(1, device="cuda", requires_grad=True)
     terms = {"count_scale": torch.tensor(COUNT, device="cuda"), "runs": runs, "unions": unions}
     held = {name: leaf for name, leaf in (leaves | {"unions": unions}).items() if leaf is not None}
@@ -226,8 +226,8 @@ def test_a_captured_step_follows_its_inputs():
     for index in (0, 1, 0):
         with torch.no_grad():
             leaves["x"].copy_(cases[index]["x"])
-        for part, now in zip(runs, all_runs[index], strict=True):
-            part.copy_(now)
+        for part, now in vars(all_runs[index]).items():
+            getattr(runs, part).copy_(now)
         graph.replay()
         results = {"y": y.detach()} | {name: leaf.grad for name, leaf in held.items()}
         assert_equal(results, run(cuda_ffn, cases[index], l1=None, count=COUNT, runs=all_runs[index], grad_y=grad_y))
@@ -244,7 +244,7 @@ def test_what_runs_are_taken():
                 x, nothing, x, w_up, w_down, w_gate, b_up, b_gate, None, None, capacity, EVERY, None, run, sizes
             )
 
-    run, sizes = runs.run, (runs.tokens >= 0).sum(1)
+    run, sizes = runs.run, runs.size
     refused("with a capacity of F alone, where columns are kept", run, sizes, capacity=100)
     refused("run and run_size together", run, None)
     refused("run and run_size together", None, sizes)
