@@ -112,7 +112,10 @@ class Distillation:
         if batch is None or batch.logits is None:  # in evaluation
             logits = outputs["logits"]
             return ForCausalLMLoss(logits, labels, logits.shape[-1], num_items_in_batch)
+        if labels is None:
+            raise ValueError("the batch has no labels to compute a loss of; give 'labels', as a copy of 'input_ids'")
         logits, batch.logits = batch.logits, None  # else they would be kept to the end of backward
+        batch.has_loss = True
         shifted = F.pad(labels, (0, 1), value=IGNORED)[..., 1:] if batch.shift_labels is None else batch.shift_labels
         labels_T = shifted.flatten().to(logits.device)
         if num_items_in_batch is None:  # the mean over micro-batches of their means
@@ -163,7 +166,7 @@ class Distillation:
         self._ran = True
         try:
             yield
-            if self.logits and not self._batch.made_logits:
+            if self.logits and not self._batch.has_loss:
                 raise ValueError(
                     "distilling logits needs those of the model, but its loss was computed without them, by a fused "
                     "output head (SFTTrainer's own; Liger's, unless fused_linear_cross_entropy is False); use Trainer "
@@ -208,10 +211,10 @@ class Distillation:
         batch = self._batch
         if batch is None or not torch.is_grad_enabled():
             return None
-        batch.made_logits = True
         if self._gives_loss:
             batch.logits = logits  # before accelerate turns them to float32
             return None
+        batch.has_loss = True
         return InjectKl.apply(logits, self._sums["kl"].to(logits.device), batch, self._backend)
 
 
@@ -228,7 +231,7 @@ class _Batch:
     share: float
     micro_batches: int  # of the step
     shift_labels: torch.Tensor | None
-    made_logits: bool = False
+    has_loss: bool = False  # of the model's logits
     logits: torch.Tensor | None = None  # (B, S, V), the model's, until `_loss` takes them
 
 

@@ -32,13 +32,11 @@ class DistilledLoss(torch.autograd.Function):
         ctx: Any, logits: Tensor, sums: Tensor, labels_T: Tensor, count: Tensor, batch: Any, backend: str | None
     ) -> Tensor:
         task_loss, logits_TV = _compiled(_task_loss, backend), logits.flatten(0, 1)
-        loss, log_sum_T = torch.zeros((), device=logits.device), torch.empty_like(labels_T, dtype=torch.float32)
-        for rows in _parts(logits_TV):
-            some_loss, log_sum_T[rows] = task_loss(logits_TV[rows], labels_T[rows])
-            loss += some_loss
+        parts = [task_loss(logits_TV[rows], labels_T[rows]) for rows in _parts(logits_TV)]
+        loss_T, log_sum_T = (torch.cat(each) for each in zip(*parts, strict=True))
         ctx.save_for_backward(logits, log_sum_T, labels_T, count)
         ctx.batch, ctx.backend = batch, backend
-        return loss / count
+        return loss_T.sum() / count
 
     @staticmethod
     @once_differentiable
@@ -89,11 +87,11 @@ def _gradient(logits: Tensor, batch: Any, mixed: Callable, *of_tokens: Tensor) -
 
 
 def _task_loss(logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor]:
-    """Of T tokens: the sum of -log p(label), and the logarithm of each token's summed exponentials, (T)."""
+    """-log p(label) of each of T tokens, and the logarithm of its summed exponentials."""
     logits_TV, asks_T = logits_TV.float(), labels_T != IGNORED
     log_sum_T = logits_TV.logsumexp(-1)
     logit_T = logits_TV.gather(1, torch.where(asks_T, labels_T, 0).unsqueeze(1)).squeeze(1)
-    return torch.where(asks_T, log_sum_T - logit_T, 0).sum(), log_sum_T
+    return torch.where(asks_T, log_sum_T - logit_T, 0), log_sum_T
 
 
 def _mixed_with_task(

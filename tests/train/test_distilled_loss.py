@@ -178,6 +178,24 @@ def test_another_loss_stays_the_trainers(change, tmp_path):
     assert trainer.compute_loss_func is before
 
 
+def test_a_loss_that_takes_its_place_later_is_refused(tmp_path):
+    trainer = one_step.make_trainer(tmp_path)
+    trainer.add_callback(SparsityCallback(trainer, 0.0, distillation=Distillation(trainer.model, one_step.parent())))
+    trainer.compute_loss_func = own_loss
+    with pytest.raises(ValueError, match="its loss was computed without them"):
+        trainer.train()
+
+
+def test_text_without_labels_is_refused(tmp_path):
+    def unlabelled(features):
+        return {key: value for key, value in one_step.pad(features).items() if key != "labels"}
+
+    trainer = one_step.make_trainer(tmp_path, collator=unlabelled)
+    trainer.add_callback(SparsityCallback(trainer, 0.0, distillation=Distillation(trainer.model, one_step.parent())))
+    with pytest.raises(ValueError, match="no labels"):
+        trainer.train()
+
+
 def test_smoothed_labels_are_taught_beside_the_parent():
     """By the logits' own gradient, into which the divergence's is mixed."""
     gradients = [distilled(share=share, label_smoothing_factor=0.1)[0] for share in (1e-9, 0.25, 1.0)]
