@@ -335,7 +335,8 @@ class SparsityCallback(TrainerCallback):
             with self._term:
                 self._term.enter_context(self.penalty.micro_batch(batch))
                 if self.distillation is not None:
-                    self._term.enter_context(self.distillation.micro_batch(batch, self.penalty.token_scale))
+                    steps = self.trainer.current_gradient_accumulation_steps
+                    self._term.enter_context(self.distillation.micro_batch(batch, self.penalty.token_scale, steps))
                 yield batch
 
     def on_log(

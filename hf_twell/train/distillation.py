@@ -1,19 +1,23 @@
 """`Distillation`: a dense parent in the same process teaches the sparse model, through gradients alone."""
 
+import dataclasses
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 from transformers import Trainer
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 from hf_twell.blocks.architectures import decoder_of, dense_ffns
 from hf_twell.blocks.batches import token_weight
 from hf_twell.ops.reference import new_tally
-from hf_twell.train.divergence import InjectKl, KlAlone, divergence_of
+from hf_twell.train.divergence import IGNORED, DistilledLoss, InjectKl
+from hf_twell.train.trainers import computes_causal_loss
 
 
 class Distillation:
@@ -24,13 +28,15 @@ class Distillation:
     output over the parent's squared output, both averaged over the same tokens (a micro-batch's own, for the latter).
 
     Like the L1 term, both enter in backward, at the logits and at each block's output: the logged loss stays the task
-    loss, and accumulation, processes, gradient checkpointing and torch.compile change nothing. With `logits=1` the task
-    loss teaches nothing, and `join` spares its backward.
+    loss, and accumulation, processes, gradient checkpointing and torch.compile change nothing. Where a trainer computes
+    Transformers' causal loss, `join` has that computed here, and backward makes one gradient of it and the divergence.
 
     Memory: the parent's weights and, for a micro-batch, its last hidden states (B, S, D); for `layers`, each block's
     output (B, S, D) of the parent and of the model. With `logits` above 0 the model's logits (B, S, V) are kept for
-    backward, which makes one gradient of that size beside the one that it gets, both in the logits' dtype. The
-    parent's logits exist for a sixteenth of the tokens at a time (or 64 MiB of them in float32, where that is more).
+    backward, which makes a gradient of that size, both in the logits' dtype; beside them is what a trainer's own loss
+    takes. The parent's logits, and what is computed in float32, exist for a sixteenth of the tokens at a time (or
+    64 MiB in float32, where that is more). Accelerate's mixed precision copies all logits to float32 until the loss is
+    known.
 
     Args:
         model: the model to train.
@@ -72,16 +78,16 @@ class Distillation:
         self._outputs: list[torch.Tensor] | None = None  # of the parent's blocks, while it reads a micro-batch
         self._ran = False  # since the last report
         self._backend: str | None = None
-        self._task_loss: Callable | None = None  # the model's own, where `_loss` stands in for it
+        self._gives_loss = False  # whether `_loss` stands in for the model's own
         # Backward adds to the gradient of each: the total, and the tokens or blocks that it is of. So nothing but
         # autograd is needed to report, in compiled models too.
         self._sums = {"kl": new_tally(2), "layer_error": new_tally(2)}
 
     def join(self, trainer: Trainer) -> None:
-        """Fit in with how a trainer computes: compile what it compiles, and spare a task loss that teaches nothing.
+        """Fit in with how a trainer computes: compile what it compiles, and give it the loss that it would compute.
 
-        With `logits=1` that loss is computed for the log alone, together with the divergence: its backward over all
-        logits would take a fifth of a small model's step. It stays where the trainer has a loss of its own.
+        Where that is the plain causal one, its gradient is then made together with the divergence's. A trainer with a
+        loss of its own keeps it, and the divergence enters at the logits.
         """
         args, plugin = trainer.args, trainer.accelerator.state.dynamo_plugin
         if args.torch_compile:
@@ -90,29 +96,32 @@ class Distillation:
             for part in layers if plugin.use_regional_compilation else [decoder]:
                 part.compile(backend=args.torch_compile_backend)
             self._backend = args.torch_compile_backend
-        model = trainer.accelerator.unwrap_model(trainer.model)
-        plain = trainer.compute_loss_func is None and trainer.label_smoother is None
-        plain = plain and type(trainer).compute_loss is Trainer.compute_loss and trainer.model_accepts_loss_kwargs
-        if self.logits == 1 and plain and getattr(model, "loss_type", None) == "ForCausalLM":
-            self._task_loss, trainer.compute_loss_func = model.loss_function, self._loss
+        if self.logits and computes_causal_loss(trainer):
+            self._gives_loss, trainer.compute_loss_func = True, self._loss
 
     def leave(self, trainer: Trainer) -> None:
         """Give the trainer its own loss back."""
         if trainer.compute_loss_func == self._loss:
-            self._task_loss = trainer.compute_loss_func = None
+            self._gives_loss, trainer.compute_loss_func = False, None
 
     def _loss(
         self, outputs: Mapping, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:
-        """Trainer's `compute_loss_func`: the task loss; in training its gradient is the divergence's."""
+        """Trainer's `compute_loss_func`: the task loss; in training its gradient is that of the whole objective."""
         batch = self._batch
         if batch is None or batch.logits is None:  # in evaluation
             logits = outputs["logits"]
-            options = {"vocab_size": logits.shape[-1], "num_items_in_batch": num_items_in_batch}
-            assert self._task_loss is not None
-            return self._task_loss(logits=logits, labels=labels, **options)
-        kept = self._sums["kl"].to(batch.logits.device)
-        return KlAlone.apply(batch.logits, kept, labels, num_items_in_batch, batch, divergence_of(self._backend))
+            return ForCausalLMLoss(logits, labels, logits.shape[-1], num_items_in_batch)
+        if labels is None:
+            raise ValueError("the batch has no labels to compute a loss of; give 'labels', as a copy of 'input_ids'")
+        logits, batch.logits = batch.logits, None  # else they would be kept to the end of backward
+        batch.has_loss = True
+        shifted = F.pad(labels, (0, 1), value=IGNORED)[..., 1:] if batch.shift_labels is None else batch.shift_labels
+        labels_T = shifted.flatten().to(logits.device)
+        if num_items_in_batch is None:  # the mean over micro-batches of their means
+            num_items_in_batch = batch.micro_batches * (labels_T != IGNORED).sum()
+        count = torch.as_tensor(num_items_in_batch, device=logits.device)
+        return DistilledLoss.apply(logits, self._sums["kl"].to(logits.device), labels_T, count, batch, self._backend)
 
     def detach(self) -> None:
         """Take it off the model, which until then holds the parent in memory, in its copies and pickles too."""
@@ -120,10 +129,10 @@ class Distillation:
             handle.remove()
 
     @contextmanager
-    def micro_batch(self, batch: Mapping, scale: torch.Tensor) -> Iterator[None]:
+    def micro_batch(self, batch: Mapping, scale: torch.Tensor, micro_batches: int = 1) -> Iterator[None]:
         """The parent reads the batch, as the model receives it, now; what the model computes inside learns from it.
-        `scale` () is the world size over the step's tokens (times an fp16 loss scale). A ValueError where the model
-        made no logits."""
+        `scale` () is the world size over the step's tokens (times an fp16 loss scale). `micro_batches` is how many the
+        step has. A ValueError where the model made no logits."""
         if self._parent_on != scale.device:  # going through all its modules takes the host 5 ms
             self.parent.to(scale.device)
             self._parent_on = scale.device
@@ -142,13 +151,22 @@ class Distillation:
         finally:
             self._outputs = None
         weight = torch.ones(hidden.shape[:2], device=hidden.device) if weight is None else weight.to(hidden.device)
-        head = self.parent.get_output_embeddings()
-        factors = self._factors(outputs, weight, scale)
-        self._batch = _Batch(hidden, outputs, weight, scale, factors, head, self.logits)
+        hidden = torch.where(weight.unsqueeze(-1) > 0, hidden, 0)  # some attention makes NaN of what has no token
+        self._batch = _Batch(
+            hidden,
+            outputs,
+            weight,
+            scale,
+            factors=self._factors(outputs, weight, scale),
+            head=self.parent.get_output_embeddings(),
+            share=self.logits,
+            micro_batches=micro_batches,
+            shift_labels=batch.get("shift_labels"),
+        )
         self._ran = True
         try:
             yield
-            if self.logits and not self._batch.made_logits:
+            if self.logits and not self._batch.has_loss:
                 raise ValueError(
                     "distilling logits needs those of the model, but its loss was computed without them, by a fused "
                     "output head (SFTTrainer's own; Liger's, unless fused_linear_cross_entropy is False); use Trainer "
@@ -193,33 +211,28 @@ class Distillation:
         batch = self._batch
         if batch is None or not torch.is_grad_enabled():
             return None
-        batch.made_logits = True
-        if self._task_loss is not None:
-            batch.logits = logits  # before they are turned to float32 for the loss
+        if self._gives_loss:
+            batch.logits = logits  # before accelerate turns them to float32
             return None
-        return InjectKl.apply(logits, self._sums["kl"].to(logits.device), batch, divergence_of(self._backend))
+        batch.has_loss = True
+        return InjectKl.apply(logits, self._sums["kl"].to(logits.device), batch, self._backend)
 
 
+@dataclasses.dataclass
 class _Batch:
-    """What a micro-batch's gradients need of the parent, and the model's logits where the task loss is spared.
+    """What a micro-batch's gradients need of the parent, and the loss of the batch and the model."""
 
-    Shapes: hidden and each of outputs (B, S, D), weight (B, S), scale (), each of factors (2), logits (B, S, V).
-    """
-
-    def __init__(
-        self,
-        hidden: torch.Tensor,
-        outputs: list[torch.Tensor],
-        weight: torch.Tensor,
-        scale: torch.Tensor,
-        factors: list[torch.Tensor],
-        head: nn.Module,
-        share: float,
-    ) -> None:
-        self.hidden, self.outputs, self.weight, self.scale = hidden, outputs, weight, scale
-        self.factors, self.head, self.share = factors, head, share
-        self.made_logits = False
-        self.logits: torch.Tensor | None = None
+    hidden: torch.Tensor  # (B, S, D), zero where there is no token
+    outputs: list[torch.Tensor]  # (B, S, D) each
+    weight: torch.Tensor  # (B, S)
+    scale: torch.Tensor  # ()
+    factors: list[torch.Tensor]  # (2) each
+    head: nn.Module
+    share: float
+    micro_batches: int  # of the step
+    shift_labels: torch.Tensor | None
+    has_loss: bool = False  # of the model's logits
+    logits: torch.Tensor | None = None  # (B, S, V), the model's, until `_loss` takes them
 
 
 class _Layer:
@@ -267,7 +280,7 @@ def _check_heads(model: nn.Module, parent: nn.Module) -> None:
         config = each.config.get_text_config()
         if each.get_output_embeddings() is None:
             raise ValueError(f"{type(each).__name__} has no output embeddings whose logits could be distilled")
-        for key in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
+        for key in ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier"):
             if getattr(config, key, None) not in (None, 1, 1.0):
                 raise ValueError(
                     f"{type(each).__name__} changes its logits after the head ({key}); distil layers alone: logits=0"

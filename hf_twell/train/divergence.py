@@ -1,4 +1,4 @@
-"""KL(parent || model) of the logits, beside a task loss or alone; its gradient is made a few tokens at a time."""
+"""KL(parent || model) of the logits beside a task loss; the gradient of the logits is made a few tokens at a time."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -16,97 +16,120 @@ PARTS = 16
 IGNORED = -100  # a label that asks for nothing, as Transformers' losses have it
 
 
-class InjectKl(torch.autograd.Function):
-    """Logits unchanged; backward mixes in the gradient of KL(parent || model), softmax(model) - softmax(parent).
+class DistilledLoss(torch.autograd.Function):
+    """The causal task loss; its gradient is that of (1 - share) * task loss + share * KL(parent || model).
 
-    Arguments: logits (B, S, V); `sums` (2), whose gradient grows by the KL and its tokens; `batch`, a micro-batch of
-    `hf_twell.train.distillation`; `divergence` as `divergence_of` gives it.
+    Formula: with p and q the model's and the parent's probabilities, a token's gradient is
+    (1 - share) * grad_loss / count * (p - onehot(label)) + share * scale * weight * (p - q).
+
+    Arguments: logits (B, S, V); `sums` (2), whose gradient grows by the KL and its tokens; `labels_T` (B * S), the word
+    that each token is to predict; `count` (), what the sum over labels is divided by; `batch`, a micro-batch of
+    `hf_twell.train.distillation`; `backend`, which compiles what is computed, or None.
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, sums: Tensor, batch: Any, divergence: Callable) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, sums: Tensor, labels_T: Tensor, count: Tensor, batch: Any, backend: str | None
+    ) -> Tensor:
+        task_loss, logits_TV = _compiled(_task_loss, backend), logits.flatten(0, 1)
+        parts = [task_loss(logits_TV[rows], labels_T[rows]) for rows in _parts(logits_TV)]
+        loss_T, log_sum_T = (torch.cat(each) for each in zip(*parts, strict=True))
+        ctx.save_for_backward(logits, log_sum_T, labels_T, count)
+        ctx.batch, ctx.backend = batch, backend
+        return loss_T.sum() / count
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
+        logits, log_sum_T, labels_T, count = ctx.saved_tensors
+        of_tokens = [log_sum_T]
+        if ctx.batch.share < 1:  # else labels ask for nothing, and what they take is spared
+            of_tokens += [labels_T, torch.where(labels_T != IGNORED, grad_loss / count, 0)]
+        grad, sums = _gradient(logits, ctx.batch, _compiled(_mixed_with_task, ctx.backend), *of_tokens)
+        return grad, sums, None, None, None, None
+
+
+class InjectKl(torch.autograd.Function):
+    """Logits unchanged; backward mixes the gradient of KL(parent || model) into that of whatever loss they enter.
+
+    Formula: (1 - share) * grad_logits + share * scale * weight * (p - q), as of `DistilledLoss`.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, sums: Tensor, batch: Any, backend: str | None) -> Tensor:
         ctx.save_for_backward(logits)
-        ctx.batch, ctx.divergence = batch, divergence
+        ctx.batch, ctx.backend = batch, backend
         return logits.view_as(logits)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_logits: Tensor) -> tuple[Tensor | None, ...]:
         (logits,) = ctx.saved_tensors
-        # Not in place: the gradient that comes in belongs to autograd. A loss of transposed logits gives one whose
-        # tokens are no rows, which `flatten` would copy.
-        grad = (grad_logits * (1 - ctx.batch.share)).contiguous()
-        kl = torch.zeros((), device=logits.device)
-        for rows, some_kl, _, step in _chunks(logits, None, ctx.batch, ctx.divergence):
-            kl += some_kl
-            grad.flatten(0, 1)[rows] += step
-        return grad, torch.stack([kl, ctx.batch.weight.sum()]), None, None
+        # A loss of transposed logits gives a gradient whose tokens are no rows, which `flatten` copies.
+        grad, sums = _gradient(logits, ctx.batch, _compiled(_mixed, ctx.backend), grad_logits.flatten(0, 1))
+        return grad, sums, None, None
 
 
-class KlAlone(torch.autograd.Function):
-    """The task loss, for the log; its gradient is that of the divergence, made together with it.
-
-    Arguments: as of `InjectKl`, and `labels` (B, S), of which each token's successor is its own; `count`, the labels of
-    the whole step, or None for the mean over those of this batch.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits: Tensor,
-        sums: Tensor,
-        labels: Tensor,
-        count: Tensor | int | None,
-        batch: Any,
-        divergence: Callable,
-    ) -> Tensor:
-        labels_T = F.pad(labels, (0, 1), value=IGNORED)[..., 1:].flatten().to(logits.device)
-        grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
-        kl, loss = torch.zeros((2,), device=logits.device).unbind()
-        for rows, some_kl, some_loss, step in _chunks(logits, labels_T, batch, divergence):
-            kl, loss = kl + some_kl, loss + some_loss
-            grad.flatten(0, 1)[rows] = step
-        ctx.save_for_backward(grad, torch.stack([kl, batch.weight.sum()]))
-        return loss / ((labels_T != IGNORED).sum() if count is None else count)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
-        return *ctx.saved_tensors, None, None, None, None
+def _parts(logits_TV: Tensor) -> Iterator[slice]:
+    tokens = max(1, CHUNK // logits_TV.shape[-1], -(-len(logits_TV) // PARTS))
+    return (slice(at, at + tokens) for at in range(0, len(logits_TV), tokens))
 
 
-def _chunks(logits: Tensor, labels_T: Tensor | None, batch: Any, divergence: Callable) -> Iterator[tuple]:
-    """For some rows at a time: which, their KL, their task loss (0 without labels), the gradient of their logits."""
+def _gradient(logits: Tensor, batch: Any, mixed: Callable, *of_tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """By `mixed`, which also gets the rows of `of_tokens`: the gradient of all logits, and of `sums`."""
     logits_TV, hidden_TD, weight_T = logits.flatten(0, 1), batch.hidden.flatten(0, 1), batch.weight.flatten()
-    tokens = max(1, CHUNK // logits.shape[-1], -(-len(logits_TV) // PARTS))
-    for at in range(0, len(logits_TV), tokens):
-        rows = slice(at, at + tokens)
-        some = None if labels_T is None else labels_T[rows]
-        parent_TV = batch.head(hidden_TD[rows])
-        yield rows, *divergence(logits_TV[rows], parent_TV, weight_T[rows], batch.share * batch.scale, some)
+    grad, kl = torch.empty_like(logits, memory_format=torch.contiguous_format), torch.zeros((), device=logits.device)
+    for rows in _parts(logits_TV):
+        given = (logits_TV[rows], batch.head(hidden_TD[rows]), weight_T[rows], batch.share, batch.scale)
+        some_kl, grad.flatten(0, 1)[rows] = mixed(*given, *(each[rows] for each in of_tokens))
+        kl += some_kl
+    return grad, torch.stack([kl, weight_T.sum()])
 
 
-def divergence_of(backend: str | None) -> Callable:
-    """What `_divergence` does, compiled by that backend; None: as it stands."""
-    return _divergence if backend is None else _compiled(backend)
+def _task_loss(logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor]:
+    """-log p(label) of each of T tokens, and the logarithm of its summed exponentials."""
+    logits_TV, asks_T = logits_TV.float(), labels_T != IGNORED
+    log_sum_T = logits_TV.logsumexp(-1)
+    logit_T = logits_TV.gather(1, torch.where(asks_T, labels_T, 0).unsqueeze(1)).squeeze(1)
+    return torch.where(asks_T, log_sum_T - logit_T, 0), log_sum_T
 
 
-def _divergence(
-    logits_TV: Tensor, parent_TV: Tensor, weight_T: Tensor, factor: Tensor, labels_T: Tensor | None = None
-) -> tuple[Tensor, Tensor | float, Tensor]:
-    """Of T tokens: the sum of weight * KL(parent || model), that of the task loss, `factor` * the KL's gradient.
+def _mixed_with_task(
+    logits_TV: Tensor,
+    parent_TV: Tensor,
+    weight_T: Tensor,
+    share: float,
+    scale: Tensor,
+    log_sum_T: Tensor,
+    labels_T: Tensor | None = None,
+    task_T: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The KL of T tokens, and their gradient; `task_T` is what multiplies p - onehot(label), None with a share of 1."""
+    mine_TV = logits_TV - log_sum_T.unsqueeze(1)  # in float32, by the sums
+    kl, grad_TV = _divergence(mine_TV, parent_TV, weight_T, share * scale)
+    if labels_T is not None and task_T is not None:
+        one_hot_TV = labels_T.unsqueeze(1) == torch.arange(logits_TV.shape[1], device=logits_TV.device)
+        grad_TV = grad_TV + ((1 - share) * task_T).unsqueeze(1) * (mine_TV.exp() - one_hot_TV.float())
+    return kl, grad_TV.to(logits_TV.dtype)
 
-    The gradient is in the logits' dtype where it is alone, which is with labels; else it is added to another first.
-    """
-    mine, theirs = F.log_softmax(logits_TV.float(), -1), F.log_softmax(parent_TV.float(), -1)
-    weight = weight_T.unsqueeze(1)
-    kl = torch.where(weight > 0, weight * theirs.exp() * (theirs - mine), 0).sum()
-    grad = torch.where(weight > 0, factor * weight * (mine.exp() - theirs.exp()), 0)
-    if labels_T is None:
-        return kl, 0.0, grad
-    return kl, F.nll_loss(mine, labels_T, ignore_index=IGNORED, reduction="sum"), grad.to(logits_TV.dtype)
+
+def _mixed(
+    logits_TV: Tensor, parent_TV: Tensor, weight_T: Tensor, share: float, scale: Tensor, task_TV: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The KL of T tokens, and their gradient; `task_TV` is that of the task loss."""
+    kl, grad_TV = _divergence(F.log_softmax(logits_TV.float(), -1), parent_TV, weight_T, share * scale)
+    return kl, ((1 - share) * task_TV + grad_TV).to(logits_TV.dtype)
+
+
+def _divergence(mine_TV: Tensor, parent_TV: Tensor, weight_T: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
+    """Of T tokens, by the model's log-probabilities and the parent's logits: the sum of weight * KL(parent || model),
+    and `factor` times its gradient, (T, V)."""
+    theirs_TV = F.log_softmax(parent_TV.float(), -1)
+    q_TV = theirs_TV.exp()
+    kl_T = (q_TV * (theirs_TV - mine_TV)).sum(-1)
+    return (weight_T * kl_T).sum(), (factor * weight_T).unsqueeze(1) * (mine_TV.exp() - q_TV)
 
 
 @functools.cache
-def _compiled(backend: str) -> Callable:
-    return torch.compile(_divergence, backend=backend)
+def _compiled(function: Callable, backend: str | None) -> Callable:
+    return function if backend is None else torch.compile(function, backend=backend)

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Iterable, Mapping
 
 from transformers import PreTrainedConfig, Trainer
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 from hf_twell.blocks.architectures import other_activations
 
@@ -47,6 +48,19 @@ def check_batches(trainer: Trainer, batches: Iterable) -> None:
             "term cannot count their tokens before the step. Make the model sparse first, in Trainer, SFTTrainer, "
             f"DPOTrainer, KTOTrainer or RewardTrainer, and use {type(trainer).__name__} without SparsityCallback"
         )
+
+
+def computes_causal_loss(trainer: Trainer) -> bool:
+    """Whether a trainer's loss is Transformers' causal one of the model's logits, and nothing besides."""
+    if type(trainer).compute_loss is not Trainer.compute_loss or not trainer.model_accepts_loss_kwargs:
+        return False
+    if trainer.compute_loss_func is not None or trainer.label_smoother is not None:
+        return False
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    if getattr(model, "loss_type", None) != "ForCausalLM" or model.loss_function is not ForCausalLMLoss:
+        return False
+    config = model.config.get_text_config()  # which may ask for a loss of routers, or of the logits' size
+    return not any(getattr(config, key, None) for key in ("output_router_logits", "z_loss_coefficient"))
 
 
 def _warn_of_dense_reference(trainer: Trainer) -> None:

@@ -149,7 +149,7 @@ def test_accumulation_does_not_change_what_the_logits_teach():
         assert parts["loss"] == pytest.approx(logs["loss"], abs=1e-5), "the logged loss stays the task loss"
 
 
-def logits_made_and_kept(monkeypatch, distil) -> tuple[list[str], int]:
+def logits_made_and_kept(kind, distil) -> tuple[list[str], int]:
     """Of one training step: operators that made a tensor as large as all logits or larger, and those autograd kept."""
     large = len(one_step.LENGTHS) * max(one_step.LENGTHS) * TINY["vocab_size"]
     made, kept = [], {}
@@ -168,16 +168,32 @@ def logits_made_and_kept(monkeypatch, distil) -> tuple[list[str], int]:
         return tensor
 
     with Watch(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        one_step.trainer_gradient(l1_weight=0.0, distil=distil)
+        one_step.trainer_gradient(kind, l1_weight=0.0, distil=distil)
     return made, len(kept)
 
 
-def test_distilling_logits_costs_one_tensor_of_them_kept_and_one_made(monkeypatch):
+@pytest.mark.parametrize("share", [LOGITS, 1.0])
+def test_distilling_logits_costs_one_tensor_of_them_kept_and_one_made(monkeypatch, share):
+    """Beside what a loss of the trainer's own takes; beside nothing where it is Transformers' causal one."""
     monkeypatch.setattr(divergence, "CHUNK", 20 * TINY["vocab_size"])
-    plain, kept = logits_made_and_kept(monkeypatch, {"logits": 0.0, "layers": 1.0})
-    made, kept_too = logits_made_and_kept(monkeypatch, {"logits": LOGITS})
+    plain, kept = logits_made_and_kept("Trainer", {"logits": 0.0, "layers": 1.0})
+    made, kept_too = logits_made_and_kept(one_step.OwnLoss, {"logits": share})
     assert kept_too == kept + 1
-    assert sorted(made) == sorted([*plain, "aten::mul.Tensor"])
+    assert sorted(made) == sorted([*plain, "aten::empty_like"])
+    of_loss = ["aten::_log_softmax", "aten::nll_loss_backward", "aten::_log_softmax_backward_data"]
+    made, kept_too = logits_made_and_kept("Trainer", {"logits": share})
+    assert kept_too == 1
+    assert sorted([*made, *of_loss]) == sorted([*plain, "aten::empty_like"])
+
+
+def test_logits_are_let_go_of_before_the_layers_go_back(tmp_path):
+    model, made, left = sparsify(tiny_llama()), [], []
+    trainer = one_step.make_trainer(tmp_path, model=model)
+    trainer.add_callback(SparsityCallback(trainer, 0.0, distillation=Distillation(model, one_step.parent())))
+    model.lm_head.register_forward_hook(lambda _, args, logits: made.append(weakref.ref(logits)))
+    model.model.norm.weight.register_hook(lambda gradient: left.extend(logits() for logits in made))
+    trainer.train()
+    assert left == [None]
 
 
 @pytest.mark.parametrize("chunk", [1, 5 * 96 + 7, 10**9])
@@ -366,6 +382,8 @@ def test_models_that_do_not_fit_together_are_refused():
     with pytest.raises(ValueError, match=r"GraniteForCausalLM changes its logits after the head \(logits_scaling\)"):
         Distillation(model, tf.GraniteForCausalLM(tf.GraniteConfig(**TINY, logits_scaling=2.0)))
     Distillation(model, tf.GraniteForCausalLM(tf.GraniteConfig(**TINY, logits_scaling=1.0))).detach()
+    with pytest.raises(ValueError, match=r"FalconH1ForCausalLM changes its logits .* \(lm_head_multiplier\)"):
+        Distillation(model, tf.FalconH1ForCausalLM(tf.FalconH1Config(**TINY, lm_head_multiplier=2.0)))
     with pytest.raises(ValueError, match="LlamaForSequenceClassification has no output embeddings"):
         Distillation(model, tf.LlamaForSequenceClassification(tf.LlamaConfig(**TINY)))
     with pytest.raises(ValueError, match="output words"):
