@@ -132,6 +132,7 @@ class ModelChoice:
 
     def __init__(self) -> None:
         self._steps = 0
+        self._moved = False
         self._seen: tuple[list[Block], float, Sample] | None = None
 
     def end_step(
@@ -140,8 +141,8 @@ class ModelChoice:
         tokens: float,
         density: Callable[[], torch.Tensor],
         union: Callable[[], torch.Tensor | None] = lambda: None,
-    ) -> None:
-        """Take in a step that has run; the next one may go another way.
+    ) -> bool:
+        """Take in a step that has run; the next one may go another way. Whether it is the first to go to the kernels.
 
         Args:
             blocks: the compiled ones.
@@ -149,20 +150,23 @@ class ModelChoice:
             density: gives that of every layer in this step, (L,), on any device; called in some steps only.
             union: gives that of runs, likewise; None where no runs count.
         """
+        moved = False
         if self._seen is not None:
             seen, self._seen = self._seen, None
-            _choose_together(*seen)
+            moved = _choose_together(*seen) and not self._moved
+            self._moved |= moved
         if self._steps % limit("kCudaSampleSteps") == 0:
             shares = [share for share in (density(), union()) if share is not None]
             self._seen = blocks, tokens, Sample(torch.stack(shares))
         self._steps += 1
+        return moved
 
 
-def _choose_together(blocks, tokens, sample):
+def _choose_together(blocks: list[Block], tokens: float, sample: Sample) -> bool:
     densities, *unions = sample.values()
     seen = [(block.choice, densities[block.layer], block.width) for block in blocks]
     # Sizes make no difference in training on a GPU, nor does the type.
-    key = CallKey("cuda", HOPPER, torch.bfloat16, torch.bfloat16, tokens, 0, 0, training=True, runs=bool(unions))
+    key = CallKey("cuda", HOPPER, torch.bfloat16, torch.bfloat16, int(tokens), 0, 0, training=True, runs=bool(unions))
     on_kernels = all(choice.sparse for choice, _, _ in seen)
     counted = limit("kCudaTrainingCounts") * max_density(key, on_kernels)
     mean = sum(min(density, counted) for _, density, _ in seen) / len(seen)
@@ -174,6 +178,7 @@ def _choose_together(blocks, tokens, sample):
         choice.density, choice.sparse = density, sparse
         if sparse and not fit:  # the capacities of all blocks, so that rising densities seldom compile anew
             choice.capacity = max(choice.capacity or 0, needed_capacity(density, width))
+    return sparse
 
 
 # How many active neurons per token, on average, forward keeps for backward

@@ -1,5 +1,6 @@
 """The term of sparse training, L1 or a count: what it adds to each gradient, and what it sees of the sparsity."""
 
+import logging
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,6 +20,8 @@ from hf_twell.dispatch.training import Block, ModelChoice
 from hf_twell.ops.reference import new_tally
 from hf_twell.train.schedule import TERMS, check_share
 from hf_twell.train.step_counts import StepCounts
+
+logger = logging.getLogger(__name__)
 
 
 class L1Penalty:
@@ -261,8 +264,14 @@ class L1Penalty:
         for ffn, block in compiled:
             ffn.twell_state.on_kernels = block.choice.sparse or ffn.twell.backend != "auto"
         blocks = [block for ffn, block in compiled if ffn.twell.backend == "auto"]
-        if blocks:
-            self._choice.end_step(blocks, self._batch_tokens, step.density, partial(_union_of_neighbours, step))
+        if not blocks:
+            return
+        moved = self._choice.end_step(blocks, self._batch_tokens, step.density, partial(_union_of_neighbours, step))
+        if moved and not (dist.is_available() and dist.is_initialized() and dist.get_rank()):
+            logger.warning(
+                "so few neurons are active that the compiled model goes over to kernels: the next step compiles it "
+                "anew, which may take a minute"
+            )
 
     @property
     def device(self) -> torch.device:

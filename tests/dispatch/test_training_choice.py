@@ -360,7 +360,7 @@ class Together:
     def __init__(self, layers=2):
         self.model = ModelChoice()
         self.blocks = [Block(layer, INTERMEDIATE, TrainingChoice()) for layer in range(layers)]
-        self.sampled = 0
+        self.sampled = self.moved = 0
 
     def steps(self, *densities: float, unions=None, tokens=TOKENS, count=STEPS) -> tuple[bool, ...]:
         """Which blocks go to the kernels after so many steps."""
@@ -373,7 +373,7 @@ class Together:
             return None if unions is None else torch.tensor(unions)
 
         for _ in range(count):
-            self.model.end_step(self.blocks, tokens, density, union)
+            self.moved += self.model.end_step(self.blocks, tokens, density, union)
         return tuple(block.choice.sparse for block in self.blocks)
 
     def capacities(self):
@@ -388,6 +388,9 @@ def test_compiled_blocks_follow_their_mean_all_together():
     assert run.steps(LIMIT, 1.6 * LIMIT) == (False, False)
     assert run.steps(LIMIT, limit("kCudaTrainingBack") * LIMIT) == (False, False)
     assert run.sampled == 5, "one in eight steps"
+    assert run.moved == 1
+    assert run.steps(0.001, 0.001) == (True, True)
+    assert run.moved == 1, "told once"
     assert run.steps(0.0, 0.0, tokens=8) == (False, False)
 
 
@@ -477,14 +480,17 @@ def train_until_silent(folder, compiled: bool, callbacks=(), steps=2 * STEPS, **
 @needs_cpu_kernels
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_compiled_model_moves_over_at_once_and_the_log_says_so(tmp_path, monkeypatch, checkpointing):
+def test_a_compiled_model_moves_over_at_once_and_the_log_says_so(tmp_path, monkeypatch, caplog, checkpointing):
     rows, graphs = train_until_silent(tmp_path, compiled=True, gradient_checkpointing=checkpointing)
+    assert caplog.text.count("the compiled model goes over to kernels") == 1
     # The ninth step counts less, the tenth decides.
     assert [row["twell/layers_on_kernels"] for row in rows] == [0] * 10 + [3] * 6
     assert [row["twell/layer_01/on_kernels"] for row in rows] == [0] * 10 + [1] * 6
     assert graphs == [0, 3], "compiled for each way, all layers at once"
     monkeypatch.undo()
+    caplog.clear()
     plain, _ = train_until_silent(tmp_path, compiled=False)
+    assert "goes over to kernels" not in caplog.text
     for mine, theirs in zip(rows, plain, strict=True):
         for key in ("loss", "grad_norm", "twell/density", "twell/l1"):
             assert mine[key] == pytest.approx(theirs[key], rel=1e-4), (mine["step"], key)
