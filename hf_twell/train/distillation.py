@@ -96,8 +96,9 @@ class Distillation:
             for part in layers if plugin.use_regional_compilation else [decoder]:
                 part.compile(backend=args.torch_compile_backend)
             self._backend = args.torch_compile_backend
-        if self.logits and computes_causal_loss(trainer):
-            self._gives_loss, trainer.compute_loss_func = True, self._loss
+        self._gives_loss = bool(self.logits) and computes_causal_loss(trainer)
+        if self._gives_loss:
+            trainer.compute_loss_func = self._loss
 
     def leave(self, trainer: Trainer) -> None:
         """Give the trainer its own loss back."""
@@ -166,6 +167,11 @@ class Distillation:
         self._ran = True
         try:
             yield
+            if self._gives_loss and not self._batch.has_loss:
+                raise ValueError(
+                    "the trainer computes another loss than when the distillation joined it; give it its compute_loss "
+                    "or compute_loss_func before the SparsityCallback is made"
+                )
             if self.logits and not self._batch.has_loss:
                 raise ValueError(
                     "distilling logits needs those of the model, but its loss was computed without them, by a fused "
@@ -280,7 +286,13 @@ def _check_heads(model: nn.Module, parent: nn.Module) -> None:
         config = each.config.get_text_config()
         if each.get_output_embeddings() is None:
             raise ValueError(f"{type(each).__name__} has no output embeddings whose logits could be distilled")
-        for key in ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier"):
+        for key in (
+            "final_logit_softcapping",
+            "logits_soft_cap",
+            "logits_scaling",
+            "logit_scale",
+            "lm_head_multiplier",
+        ):
             if getattr(config, key, None) not in (None, 1, 1.0):
                 raise ValueError(
                     f"{type(each).__name__} changes its logits after the head ({key}); distil layers alone: logits=0"

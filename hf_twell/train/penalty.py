@@ -269,7 +269,7 @@ class L1Penalty:
         moved = self._choice.end_step(blocks, self._batch_tokens, step.density, partial(_union_of_neighbours, step))
         if moved and not (dist.is_available() and dist.is_initialized() and dist.get_rank()):
             logger.warning(
-                "so few neurons are active that the compiled model goes over to kernels: the next step compiles it "
+                "blocks are so sparse now that the compiled model goes over to kernels: the next step compiles it "
                 "anew, which may take a minute"
             )
 

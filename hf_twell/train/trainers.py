@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Iterable, Mapping
 
-from transformers import PreTrainedConfig, Trainer
+from transformers import PreTrainedConfig, PreTrainedModel, Trainer
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from hf_twell.blocks.architectures import other_activations
@@ -52,12 +52,17 @@ def check_batches(trainer: Trainer, batches: Iterable) -> None:
 
 def computes_causal_loss(trainer: Trainer) -> bool:
     """Whether a trainer's loss is Transformers' causal one of the model's logits, and nothing besides."""
-    if type(trainer).compute_loss is not Trainer.compute_loss or not trainer.model_accepts_loss_kwargs:
+    if "compute_loss" in vars(trainer) or type(trainer).compute_loss is not Trainer.compute_loss:
+        return False
+    if not trainer.model_accepts_loss_kwargs:
         return False
     if trainer.compute_loss_func is not None or trainer.label_smoother is not None:
         return False
     model = trainer.accelerator.unwrap_model(trainer.model)
     if getattr(model, "loss_type", None) != "ForCausalLM" or model.loss_function is not ForCausalLMLoss:
+        return False
+    whole = next(each for each in model.modules() if isinstance(each, PreTrainedModel))  # inside an adapter's model
+    if not type(whole).forward.__module__.startswith("transformers."):  # another one may add to the loss
         return False
     config = model.config.get_text_config()  # which may ask for a loss of routers, or of the logits' size
     return not any(getattr(config, key, None) for key in ("output_router_logits", "z_loss_coefficient"))

@@ -154,12 +154,19 @@ def own_loss(outputs, labels, num_items_in_batch=None):
     return F.cross_entropy(outputs["logits"].flatten(0, 1), labels.flatten())
 
 
+class AddsToItsLoss(tf.LlamaForCausalLM):
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        return output | {"loss": output.loss + 100}
+
+
 EXTRA_LOSSES = ["output_router_logits", "z_loss_coefficient"]  # of configs: of routers, and of the logits' size
 
 
-@pytest.mark.parametrize(
-    "change", ["label_smoothing_factor", "compute_loss_func", "compute_loss", "loss_function", *EXTRA_LOSSES]
-)
+OTHERS = ["label_smoothing_factor", "compute_loss_func", "compute_loss", "patched", "loss_function", "forward"]
+
+
+@pytest.mark.parametrize("change", [*OTHERS, *EXTRA_LOSSES])
 def test_another_loss_stays_the_trainers(change, tmp_path):
     model = sparsify(tiny_llama())
     kind = OwnLoss if change == "compute_loss" else tf.Trainer
@@ -167,6 +174,10 @@ def test_another_loss_stays_the_trainers(change, tmp_path):
     trainer = one_step.make_trainer(tmp_path, kind, model, **smoothing)
     if change == "compute_loss_func":
         trainer.compute_loss_func = own_loss
+    if change == "patched":
+        trainer.compute_loss = trainer.compute_loss
+    if change == "forward":
+        model.__class__ = AddsToItsLoss
     if change == "loss_function":
         model.loss_function = lambda logits, labels, **options: F.cross_entropy(logits.flatten(0, 1), labels.flatten())
     if change in EXTRA_LOSSES:
@@ -182,8 +193,19 @@ def test_a_loss_that_takes_its_place_later_is_refused(tmp_path):
     trainer = one_step.make_trainer(tmp_path)
     trainer.add_callback(SparsityCallback(trainer, 0.0, distillation=Distillation(trainer.model, one_step.parent())))
     trainer.compute_loss_func = own_loss
-    with pytest.raises(ValueError, match="its loss was computed without them"):
+    with pytest.raises(ValueError, match="another loss than when the distillation joined"):
         trainer.train()
+
+
+def test_a_teacher_goes_on_to_a_trainer_with_a_loss_of_its_own(tmp_path):
+    trainer = one_step.make_trainer(tmp_path)
+    teacher = Distillation(trainer.model, one_step.parent())
+    for kind in (tf.Trainer, OwnLoss):
+        trainer = one_step.make_trainer(tmp_path, kind, trainer.model)
+        callback = SparsityCallback(trainer, 0.0, distillation=teacher)
+        trainer.add_callback(callback)
+        trainer.train()
+        callback.detach()
 
 
 def test_text_without_labels_is_refused(tmp_path):
