@@ -175,7 +175,13 @@ def test_other_formats_go_through_the_submodules(folder, gpu, kernel_calls, kind
                 linear = getattr(layer.mlp, name)
                 linear.weight = made_by(linear.weight.detach(), **OTHERS[kind])
     stock, model = models[0], sparsify(models[1])
-    assert torch.equal(logits(model), logits(stock))
+    try:
+        expected = logits(stock)
+    except RuntimeError as error:  # of oneDNN, capped to AVX2 on a processor for which PyTorch expects more of it
+        if "could not create a primitive" not in str(error):
+            raise
+        pytest.skip("PyTorch itself cannot multiply by these weights here")
+    assert torch.equal(logits(model), expected)
     assert kernel_calls == []
     (record,) = [record for record in caplog.records if record.name == "hf_twell.convert.sparsify"]
     assert "no kernel reads these quantized weights (" in record.getMessage()
