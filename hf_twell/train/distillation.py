@@ -152,7 +152,6 @@ class Distillation:
         finally:
             self._outputs = None
         weight = torch.ones(hidden.shape[:2], device=hidden.device) if weight is None else weight.to(hidden.device)
-        hidden = torch.where(weight.unsqueeze(-1) > 0, hidden, 0)  # some attention makes NaN of what has no token
         self._batch = _Batch(
             hidden,
             outputs,
@@ -228,7 +227,7 @@ class Distillation:
 class _Batch:
     """What a micro-batch's gradients need of the parent, and the loss of the batch and the model."""
 
-    hidden: torch.Tensor  # (B, S, D), zero where there is no token
+    hidden: torch.Tensor  # (B, S, D)
     outputs: list[torch.Tensor]  # (B, S, D) each
     weight: torch.Tensor  # (B, S)
     scale: torch.Tensor  # ()

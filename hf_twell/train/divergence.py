@@ -44,7 +44,7 @@ class DistilledLoss(torch.autograd.Function):
         logits, log_sum_T, labels_T, count = ctx.saved_tensors
         of_tokens = [log_sum_T]
         if ctx.batch.share < 1:  # else labels ask for nothing, and what they take is spared
-            of_tokens += [labels_T, torch.where(labels_T != IGNORED, grad_loss / count, 0)]
+            of_tokens += [labels_T, (grad_loss / count).expand_as(labels_T)]
         grad, sums = _gradient(logits, ctx.batch, _compiled(_mixed_with_task, ctx.backend), *of_tokens)
         return grad, sums, None, None, None, None
 
@@ -109,7 +109,8 @@ def _mixed_with_task(
     kl, grad_TV = _divergence(mine_TV, parent_TV, weight_T, share * scale)
     if labels_T is not None and task_T is not None:
         one_hot_TV = labels_T.unsqueeze(1) == torch.arange(logits_TV.shape[1], device=logits_TV.device)
-        grad_TV = grad_TV + ((1 - share) * task_T).unsqueeze(1) * (mine_TV.exp() - one_hot_TV.float())
+        task_TV = ((1 - share) * task_T).unsqueeze(1) * (mine_TV.exp() - one_hot_TV.float())
+        grad_TV = grad_TV + torch.where(labels_T.unsqueeze(1) != IGNORED, task_TV, 0)
     return kl, grad_TV.to(logits_TV.dtype)
 
 
@@ -125,9 +126,10 @@ def _divergence(mine_TV: Tensor, parent_TV: Tensor, weight_T: Tensor, factor: Te
     """Of T tokens, by the model's log-probabilities and the parent's logits: the sum of weight * KL(parent || model),
     and `factor` times its gradient, (T, V)."""
     theirs_TV = F.log_softmax(parent_TV.float(), -1)
-    q_TV = theirs_TV.exp()
+    q_TV, is_token_T = theirs_TV.exp(), weight_T > 0  # some attention makes NaN of what has no token
     kl_T = (q_TV * (theirs_TV - mine_TV)).sum(-1)
-    return (weight_T * kl_T).sum(), (factor * weight_T).unsqueeze(1) * (mine_TV.exp() - q_TV)
+    grad_TV = (factor * weight_T).unsqueeze(1) * (mine_TV.exp() - q_TV)
+    return torch.where(is_token_T, weight_T * kl_T, 0).sum(), torch.where(is_token_T.unsqueeze(1), grad_TV, 0)
 
 
 @functools.cache

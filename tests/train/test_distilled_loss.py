@@ -5,6 +5,7 @@ Run under torchrun, it writes the gradients of two processes to the file named a
 
 import functools
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -305,6 +306,31 @@ def test_without_labels_the_parent_teaches_alone(tmp_path):
     half, whole = (Step(tmp_path, share, torch.float32, labels=False) for share in (0.5, 1.0))
     assert half.loss != half.loss
     torch.testing.assert_close(half.gradient, 0.5 * whole.gradient)
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_what_the_model_makes_of_padding_is_no_matter(share):
+    """Attention may make NaN of a row without a token, of the model's as of the parent's."""
+    head, hidden, labels_T = (
+        torch.nn.Linear(8, 50, bias=False).requires_grad_(False),
+        torch.randn(2, 4, 8),
+        torch.arange(8),
+    )
+    labels_T[0] = -100
+    weight, made = torch.ones(2, 4), torch.randn(2, 4, 50)
+    weight[0, 0] = 0
+    found = []
+    for padding in (0.0, torch.nan):
+        logits = made.clone()
+        logits[0, 0] = padding
+        logits.requires_grad_()
+        sums = torch.zeros(2, requires_grad=True)
+        read = hidden.masked_fill(weight.unsqueeze(-1) == 0, padding)
+        batch = SimpleNamespace(hidden=read, weight=weight, head=head, share=share, scale=torch.tensor(0.1))
+        divergence.DistilledLoss.apply(logits, sums, labels_T, torch.tensor(7), batch, None).backward()
+        assert not logits.grad[0, 0].any()
+        found.append((logits.grad, sums.grad))
+    torch.testing.assert_close(*found)
 
 
 if __name__ == "__main__":
