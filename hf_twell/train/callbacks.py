@@ -181,8 +181,6 @@ class SparsityCallback(TrainerCallback):
         show_layers(self.trainer.callback_handler.callbacks)
         self.penalty.detach()
         self.checkpoints.detach()
-        if self.distillation is not None:
-            self.distillation.leave(self.trainer)
         unwrap(self.trainer, self)
 
     @property
@@ -335,8 +333,8 @@ class SparsityCallback(TrainerCallback):
             with self._term:
                 self._term.enter_context(self.penalty.micro_batch(batch))
                 if self.distillation is not None:
-                    steps = self.trainer.current_gradient_accumulation_steps
-                    self._term.enter_context(self.distillation.micro_batch(batch, self.penalty.token_scale, steps))
+                    scale, steps = self.penalty.token_scale, self.trainer.current_gradient_accumulation_steps
+                    self._term.enter_context(self.distillation.micro_batch(batch, scale, steps, self.trainer))
                 yield batch
 
     def on_log(

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 from transformers import Trainer
-from transformers.loss.loss_utils import ForCausalLMLoss
 
 from hf_twell.blocks.architectures import decoder_of, dense_ffns
 from hf_twell.blocks.batches import token_weight
@@ -29,7 +28,8 @@ class Distillation:
 
     Like the L1 term, both enter in backward, at the logits and at each block's output: the logged loss stays the task
     loss, and accumulation, processes, gradient checkpointing and torch.compile change nothing. Where a trainer computes
-    Transformers' causal loss, `join` has that computed here, and backward makes one gradient of it and the divergence.
+    Transformers' causal loss, that is computed here in training, and backward makes one gradient of it and the
+    divergence.
 
     Memory: the parent's weights and, for a micro-batch, its last hidden states (B, S, D); for `layers`, each block's
     output (B, S, D) of the parent and of the model. With `logits` above 0 the model's logits (B, S, V) are kept for
@@ -78,16 +78,16 @@ class Distillation:
         self._outputs: list[torch.Tensor] | None = None  # of the parent's blocks, while it reads a micro-batch
         self._ran = False  # since the last report
         self._backend: str | None = None
-        self._gives_loss = False  # whether `_loss` stands in for the model's own
+        self._gives_loss = False  # whether the trainer that it joined computes the loss that `_loss` does
         # Backward adds to the gradient of each: the total, and the tokens or blocks that it is of. So nothing but
         # autograd is needed to report, in compiled models too.
         self._sums = {"kl": new_tally(2), "layer_error": new_tally(2)}
 
     def join(self, trainer: Trainer) -> None:
-        """Fit in with how a trainer computes: compile what it compiles, and give it the loss that it would compute.
+        """Fit in with how a trainer computes: compile what it compiles, and look at the loss that it computes.
 
-        Where that is the plain causal one, its gradient is then made together with the divergence's. A trainer with a
-        loss of its own keeps it, and the divergence enters at the logits.
+        Where that is the plain causal one, `micro_batch` computes it in its place, and its gradient is made together
+        with the divergence's. A trainer with a loss of its own keeps it, and the divergence enters at the logits.
         """
         args, plugin = trainer.args, trainer.accelerator.state.dynamo_plugin
         if args.torch_compile:
@@ -97,22 +97,18 @@ class Distillation:
                 part.compile(backend=args.torch_compile_backend)
             self._backend = args.torch_compile_backend
         self._gives_loss = bool(self.logits) and computes_causal_loss(trainer)
-        if self._gives_loss:
-            trainer.compute_loss_func = self._loss
-
-    def leave(self, trainer: Trainer) -> None:
-        """Give the trainer its own loss back."""
-        if trainer.compute_loss_func == self._loss:
-            self._gives_loss, trainer.compute_loss_func = False, None
 
     def _loss(
         self, outputs: Mapping, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:
-        """Trainer's `compute_loss_func`: the task loss; in training its gradient is that of the whole objective."""
+        """Trainer's `compute_loss_func` of a micro-batch: the task loss, with the gradient of the whole objective."""
         batch = self._batch
-        if batch is None or batch.logits is None:  # in evaluation
-            logits = outputs["logits"]
-            return ForCausalLMLoss(logits, labels, logits.shape[-1], num_items_in_batch)
+        assert batch is not None
+        if batch.logits is None:
+            raise ValueError(
+                "the model did not call the output head that it had when the Distillation was made; make it after what "
+                "replaces the head, such as resize_token_embeddings"
+            )
         if labels is None:
             raise ValueError("the batch has no labels to compute a loss of; give 'labels', as a copy of 'input_ids'")
         logits, batch.logits = batch.logits, None  # else they would be kept to the end of backward
@@ -130,10 +126,13 @@ class Distillation:
             handle.remove()
 
     @contextmanager
-    def micro_batch(self, batch: Mapping, scale: torch.Tensor, micro_batches: int = 1) -> Iterator[None]:
+    def micro_batch(
+        self, batch: Mapping, scale: torch.Tensor, micro_batches: int = 1, trainer: Trainer | None = None
+    ) -> Iterator[None]:
         """The parent reads the batch, as the model receives it, now; what the model computes inside learns from it.
         `scale` () is the world size over the step's tokens (times an fp16 loss scale). `micro_batches` is how many the
-        step has. A ValueError where the model made no logits."""
+        step has. `trainer` is one that it has joined, whose loss is computed here meanwhile: outside, as in evaluation,
+        the trainer computes it as ever. A ValueError where the model made no logits."""
         if self._parent_on != scale.device:  # going through all its modules takes the host 5 ms
             self.parent.to(scale.device)
             self._parent_on = scale.device
@@ -152,6 +151,7 @@ class Distillation:
         finally:
             self._outputs = None
         weight = torch.ones(hidden.shape[:2], device=hidden.device) if weight is None else weight.to(hidden.device)
+        joined = trainer if self._gives_loss else None
         self._batch = _Batch(
             hidden,
             outputs,
@@ -162,11 +162,14 @@ class Distillation:
             share=self.logits,
             micro_batches=micro_batches,
             shift_labels=batch.get("shift_labels"),
+            gives_loss=joined is not None,
         )
         self._ran = True
         try:
+            if joined is not None and joined.compute_loss_func is None:
+                joined.compute_loss_func = self._loss
             yield
-            if self._gives_loss and not self._batch.has_loss:
+            if joined is not None and not self._batch.has_loss:
                 raise ValueError(
                     "the trainer computes another loss than when the distillation joined it; give it its compute_loss "
                     "or compute_loss_func before the SparsityCallback is made"
@@ -179,6 +182,8 @@ class Distillation:
                 )
         finally:
             self._batch = None
+            if joined is not None and joined.compute_loss_func == self._loss:
+                joined.compute_loss_func = None
 
     def report(self) -> dict[str, float]:
         """KL in nats per token and the layers' relative error since the last report, over this process's tokens."""
@@ -216,7 +221,7 @@ class Distillation:
         batch = self._batch
         if batch is None or not torch.is_grad_enabled():
             return None
-        if self._gives_loss:
+        if batch.gives_loss:
             batch.logits = logits  # before accelerate turns them to float32
             return None
         batch.has_loss = True
@@ -236,6 +241,7 @@ class _Batch:
     share: float
     micro_batches: int  # of the step
     shift_labels: torch.Tensor | None
+    gives_loss: bool  # whether `_loss` stands in for the trainer's own
     has_loss: bool = False  # of the model's logits
     logits: torch.Tensor | None = None  # (B, S, V), the model's, until `_loss` takes them
 

@@ -125,9 +125,10 @@ def test_no_task_loss_is_spared_in_evaluation_and_after(tmp_path):
     args = tf.TrainingArguments(str(tmp_path), **one_step.ONE_STEP)
     trainer = tf.Trainer(model, args, one_step.pad, train_dataset=one_step.rows(), eval_dataset=one_step.rows())
     expected = trainer.evaluate()["eval_loss"]
-    callback = SparsityCallback(trainer, 0.0, distillation=Distillation(model, one_step.parent(), **ALONE))
+    teacher = Distillation(model, one_step.parent(), **ALONE)
+    callback = SparsityCallback(trainer, 0.0, distillation=teacher)
     trainer.add_callback(callback)
-    assert trainer.compute_loss_func is not None
+    assert teacher._gives_loss
     assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-6)
     callback.detach()
     assert trainer.compute_loss_func is None

@@ -137,18 +137,42 @@ def test_labels_that_a_collator_shifted_are_taken(monkeypatch):
     assert logs["loss"] == pytest.approx(others["loss"], rel=1e-6)
 
 
+@pytest.mark.parametrize("collator", [one_step.pad, shifted_otherwise])
 @pytest.mark.parametrize("share", SHARES)
-def test_evaluation_gives_the_task_loss_alone(share, tmp_path):
-    args = tf.TrainingArguments(str(tmp_path), **one_step.ONE_STEP)
+def test_evaluation_gives_the_task_loss_alone(share, collator, tmp_path):
+    """That of the trainer without a teacher, in the middle of a training and after it."""
+    args = tf.TrainingArguments(str(tmp_path), **one_step.ONE_STEP, eval_strategy="steps", eval_steps=1)
     model = sparsify(tiny_llama())
-    trainer = tf.Trainer(model, args, one_step.pad, train_dataset=one_step.rows(), eval_dataset=one_step.rows())
+    trainer = tf.Trainer(model, args, collator, train_dataset=one_step.rows(), eval_dataset=one_step.rows())
     callback = SparsityCallback(trainer, 0.0, distillation=Distillation(model, one_step.parent(), logits=share))
     trainer.add_callback(callback)
     trainer.train()
-    trained = trainer.evaluate()["eval_loss"]
+    found = [next(row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row)]
+    found.append(trainer.evaluate()["eval_loss"])
     callback.detach()
-    assert trainer.compute_loss_func is None
-    assert trainer.evaluate()["eval_loss"] == pytest.approx(trained, rel=1e-6)
+    assert found == pytest.approx([trainer.evaluate()["eval_loss"]] * 2, rel=1e-6)
+
+
+def test_evaluation_gives_it_too_where_a_training_broke_off(tmp_path):
+    """In the middle of a micro-batch, as Ctrl-C does."""
+    model = sparsify(tiny_llama())
+    trainer = one_step.make_trainer(tmp_path, model=model, collator=shifted_otherwise)
+    trainer.eval_dataset = one_step.rows()
+    expected = trainer.evaluate()["eval_loss"]
+    trainer.add_callback(SparsityCallback(trainer, 0.0, distillation=Distillation(model, one_step.parent())))
+    breaks_off = model.model.norm.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError) as kept:
+        trainer.train()
+    breaks_off.remove()
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-6), kept
+
+
+def test_another_head_than_the_teacher_was_given_is_refused(tmp_path):
+    trainer = one_step.make_trainer(tmp_path)
+    trainer.add_callback(SparsityCallback(trainer, 0.0, distillation=Distillation(trainer.model, one_step.parent())))
+    trainer.model.set_output_embeddings(torch.nn.Linear(TINY["hidden_size"], TINY["vocab_size"], bias=False))
+    with pytest.raises(ValueError, match="did not call the output head that it had"):
+        trainer.train()
 
 
 def own_loss(outputs, labels, num_items_in_batch=None):
@@ -185,9 +209,10 @@ def test_another_loss_stays_the_trainers(change, tmp_path):
         setattr(model.config, change, 1)
     before, teacher = trainer.compute_loss_func, Distillation(model, one_step.parent())
     teacher.join(trainer)
-    assert trainer.compute_loss_func is before
-    teacher.leave(trainer)
-    assert trainer.compute_loss_func is before
+    batch = one_step.pad(one_step.rows())
+    with teacher.micro_batch(batch, torch.ones(()), trainer=trainer):
+        assert trainer.compute_loss_func is before
+        model(**batch)
 
 
 def test_a_loss_that_takes_its_place_later_is_refused(tmp_path):
@@ -250,7 +275,7 @@ class Step:
         model.lm_head.register_forward_hook(lambda _, args, logits: (logits.retain_grad(), kept.append(logits))[2:])
         parent.lm_head.register_forward_hook(lambda _, args, logits: theirs.append(logits))
         tokens = sum(one_step.LENGTHS)
-        with teacher.micro_batch(self.batch, torch.tensor(scale / tokens)):
+        with teacher.micro_batch(self.batch, torch.tensor(scale / tokens), trainer=trainer):
             loss = trainer.compute_loss_func(model(**self.batch), self.labels, one_step.LABELS if labels else None)
             (scale * loss).backward()
         self.gradient, self.logits, self.theirs = kept[0].grad, kept[0].detach(), torch.cat(theirs)
