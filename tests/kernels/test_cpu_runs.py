@@ -129,7 +129,8 @@ def test_gates_saved_and_computed_again_are_equally_strong():
     """Two tokens that are the same, of which one finds no room."""
     case = near_zero(make_case(16, 40, 172, 0.1, torch.bfloat16))
     case["x"][8:] = case["x"][:8]
-    runs = Runs(torch.stack([torch.arange(8), torch.arange(8, 16)], 1), torch.arange(16) % 8)
+    tokens = torch.stack([torch.arange(8), torch.arange(8, 16)], 1)
+    runs = Runs(torch.cat([tokens, torch.full((1, 2), -1)]), torch.arange(16) % 8)
     room = 172 * 16
     few, all_of_them = (run(cpu_ffn, case, torch.bfloat16, count=1.0, runs=runs, capacity=c) for c in (5, room))
     for name, value in few.items():
@@ -243,6 +244,12 @@ def test_what_does_not_fit_is_refused(backend, change, says):
         (lambda tokens, run: (tokens + 1, run), "tokens of runs holds 20, and run has 20 tokens"),
         (lambda tokens, run: (tokens, run - 1), r"run holds -1; give each token a row of tokens, of 0\.\.3"),
         (lambda tokens, run: (tokens, run + 2), r"run holds 4; give each token a row of tokens, of 0\.\.3"),
+        (lambda tokens, run: (tokens, run.roll(1)), "token 0 has row 2 in run and row 0 in tokens"),
+        (lambda tokens, run: (tokens, run.clamp(min=1)), "token 0 has row 1 in run and row 0 in tokens"),
+        (lambda tokens, run: (tokens.clamp(max=18), run), "token 19 has row 2 in run and row 3 in tokens, where"),
+        (lambda tokens, run: (tokens[:3], run), "holds 20 places, and run has 16 tokens besides padding"),
+        (lambda tokens, run: (tokens[:, [*range(8), 0]], run), "holds 23 places, and run has 20 tokens besides"),
+        (lambda tokens, run: (torch.where(tokens < 0, 19, tokens), run), "token 19 has row 2 in run and row"),
     ],
 )
 def test_what_are_no_runs_is_refused(change, says):
