@@ -10,7 +10,8 @@ from transformers import TrainingArguments
 from hf_twell.recipe.schema import Recipe
 
 OPTIMIZER_VALUES = 2  # of Adam, for each trained weight and in its dtype
-PASSES = 3  # forward passes that forward and backward take as long as
+PASSES = 3  # eager forward passes that an eager step takes as long as
+COMPILED = 0.7  # of an eager step's time, that of a compiled one (kernels/twell_cuda/bench/h200-2026-11-23)
 # Of models whose every weight was trained: parameters, and the learning rate at which the least loss was added.
 # (model_cards/smollm2 and model_cards/qwen2.5-coder-0.5b)
 LEARNING_RATES = {"SmolLM2-135M": (135e6, 1.5e-3), "Qwen2.5-Coder-0.5B": (494e6, 1.5e-4)}
@@ -36,14 +37,18 @@ def estimate(
     )
 
 
-def estimate_time(
-    args: TrainingArguments, recipe: Recipe, tokens: int, seconds: float, *, passes: int, measured: int
-) -> str:
-    """One line of how long a run of so many `tokens` will take, by the `seconds` that `passes` forward passes over the
-    `measured` tokens took at its start, which every process reads all."""
-    each = PASSES + (recipe.distill is not None) + bool(args.gradient_checkpointing)
-    took = seconds / (passes * measured) * each * tokens / args.world_size
-    return f"at the speed of this measuring, training takes about {_duration(took)}, beside saving"
+def estimate_time(args: TrainingArguments, recipe: Recipe, tokens: int, forward_seconds: float) -> str:
+    """One line of how long a run of so many `tokens` will take, by what an eager forward pass takes for each token.
+
+    Of compiled runs on an H200 (model_cards), with a third of an eager step for the forward pass, which rows lack:
+    steps of Qwen2.5-Coder-1.5B took 1.03 times as long as this says, by a Llama of 1.57B, and those of the 0.5B 0.93
+    times. The minutes of all eleven rows of the 0.5B are 1.2 to 2.1 times as many. They also hold loading, measuring,
+    compiling and saving. Of other models that have minutes no row has an eager step.
+    """
+    passes = PASSES + (recipe.distill is not None) + bool(args.gradient_checkpointing)
+    took = forward_seconds * passes * (COMPILED if args.torch_compile else 1) * tokens / args.world_size
+    beside = "compiling and saving" if args.torch_compile else "saving"
+    return f"by the time of a forward pass, training takes about {_duration(took)}, beside {beside}"
 
 
 def learning_rate_advice(args: TrainingArguments, recipe: Recipe, model: nn.Module) -> str | None:

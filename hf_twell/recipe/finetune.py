@@ -2,7 +2,6 @@
 
 import contextlib
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -21,7 +20,7 @@ from hf_twell.recipe.estimate import (
     learning_rate_advice,
     sequences_of_step,
 )
-from hf_twell.recipe.measured import measure, measure_start, names_of, parent_activations
+from hf_twell.recipe.measured import forward_seconds, measure, measure_start, names_of, parent_activations
 from hf_twell.recipe.packing import PackedText, StreamedText, check_length
 from hf_twell.recipe.runs import (
     FiniteWeights,
@@ -132,13 +131,11 @@ def five_steps(
     if not sharded:  # which a model becomes when its training begins
         text = {"heldout": identity(recipe.heldout), "sequence_length": length}
         text["assistant_only_loss"] = recipe.assistant_only_loss
-        began = time.perf_counter()
         start = measure_start(trainer, heldout, parent, text, last_checkpoint(recipe.output_dir) if resume else None)
         checkpoints.state["measured"] = start
         if not resume and trainer.is_world_process_zero():
             tokens = count_steps(args, count) * sequences_of_step(args) * length
-            done = {"passes": 2 + (start["dense"] is not None), "measured": heldout.sequences.numel()}
-            print(estimate_time(args, recipe, tokens, time.perf_counter() - began, **done), file=sys.stderr)
+            print(estimate_time(args, recipe, tokens, forward_seconds(trainer, heldout)), file=sys.stderr)
     if callback is not None and start["dense"] is not None:
         callback.parent_loss = start["dense"]["loss"]
     models = [model] if callback is None or callback.distillation is None else [model, callback.distillation.parent]

@@ -1,5 +1,6 @@
 """What a run measures on held-out text: its dense parent, the model that it begins with, and the result."""
 
+import time
 from pathlib import Path
 
 import torch
@@ -39,6 +40,16 @@ def measure_start(trainer: Trainer, heldout: PackedText, parent: list, text: dic
         with with_activations(parent):
             dense = {"loss": _loss(trainer, heldout, "measuring the dense parent's loss")}
     return {"text": text, "dense": dense, "before": measure(trainer, heldout)}
+
+
+def forward_seconds(trainer: Trainer, heldout: PackedText) -> float:
+    """What a forward pass with its loss takes for each token, by one batch: after `measure_start`, which has loaded and
+    built all that it needs."""
+    batch = heldout.sequences[: trainer.args.per_device_eval_batch_size].to(trainer.args.device)
+    with evaluation_mode(trainer.model), trainer.compute_loss_context_manager():
+        began = time.perf_counter()
+        trainer.model(input_ids=batch, labels=batch, use_cache=False).loss.item()
+        return (time.perf_counter() - began) / batch.numel()
 
 
 def parent_activations(model: nn.Module) -> list[tuple[Site, nn.Module]]:
