@@ -52,6 +52,13 @@ def in_two_processes(*module) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+def fsdp2(mixed_precision: str) -> list:
+    """How the recipe for FSDP2 starts a script, which follows, in two processes on a CPU."""
+    config = str(ROOT / "recipes" / "accelerate" / "fsdp2.yaml")
+    launch = ["-m", "accelerate.commands.launch", "--config_file", config, "--num_processes", "2"]
+    return [*launch, "--mixed_precision", mixed_precision, ROOT / "tests" / "fsdp_on_cpu.py"]
+
+
 def leave(results, path) -> None:
     """Ends a process of a group, whose first writes the results."""
     if torch.distributed.get_rank() == 0:

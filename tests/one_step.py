@@ -8,6 +8,7 @@ import sys
 import tempfile
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback, TrainingArguments
 
 from hf_twell import L1Penalty, SparsityCallback, sparsify
@@ -73,8 +74,9 @@ class OwnLoss(Trainer):
 
 
 def flat_gradient(model) -> torch.Tensor:
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return torch.cat([parameter.grad.flatten() for parameter in trained]).clone()
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.requires_grad]
+    whole = [each.full_tensor() if isinstance(each, DTensor) else each for each in gradients]
+    return torch.cat([each.flatten() for each in whole]).clone()
 
 
 def make_trainer(folder, kind=Trainer, model=None, collator=None, term=None, **arguments) -> Trainer:

@@ -17,7 +17,7 @@ import hf_twell
 from hf_twell.cli import main
 from hf_twell.files.text import read_documents
 from hf_twell.recipe.schema import load_recipe
-from tests.conftest import finished, one_of, shared_path
+from tests.conftest import finished, fsdp2, one_of, shared_path
 from tests.paths import HELDOUT, MODEL, ROOT
 from tests.rounding import rounding
 
@@ -243,18 +243,14 @@ def assert_moved_alike(final: dict, expected: dict) -> None:
         assert apart.norm() <= neurons**-0.5 * moved.norm() + rounding(4, weight.norm().item()), name
 
 
-def fsdp2() -> list:
-    """How the recipe for FSDP2 starts two processes on a CPU; in float32, as bfloat16 hides small mistakes."""
-    config = str(ROOT / "recipes" / "accelerate" / "fsdp2.yaml")
-    launch = ["-m", "accelerate.commands.launch", "--config_file", config, "--num_processes", "2"]
-    return [*launch, "--mixed_precision", "no", ROOT / "tests" / "fsdp_on_cpu.py"]
+IN_FLOAT32 = fsdp2("no")  # as bfloat16 hides small mistakes
 
 
 @pytest.mark.slow
 def test_the_fsdp2_config_merges_adapters_into_the_final_model(text, tmp_path, capsys):
     pytest.importorskip("peft")
     changes = ["trainable=ffn+lora", "revive_after=null", STEADY, "term=count", "share=16"]
-    run_processes(fsdp2(), *small(text, tmp_path / "two", 2, 2), *changes)
+    run_processes(IN_FLOAT32, *small(text, tmp_path / "two", 2, 2), *changes)
     recipe = str(ROOT / "recipes" / "demo-target.yaml")
     assert main(["train", recipe, "--json", *small(text, tmp_path / "one", 2, 4), *changes]) == 0
     capsys.readouterr()
@@ -265,7 +261,7 @@ def test_the_fsdp2_config_merges_adapters_into_the_final_model(text, tmp_path, c
 @pytest.mark.slow
 def test_the_fsdp2_config_trains_saves_and_resumes_in_two_processes(text, tmp_path, run_json):
     """With the losses of one process, which are DDP's; resumed, to the very same weights."""
-    launch, output = fsdp2(), tmp_path / "out"
+    launch, output = IN_FLOAT32, tmp_path / "out"
     changes = [*small(text, output, 4, 2), "training.save_steps=2", "revive_after=null", STEADY]
     run_processes(launch, *changes)
     assert (output / "checkpoint-4" / "pytorch_model_fsdp.bin").is_file(), "FSDP wrote the checkpoint"

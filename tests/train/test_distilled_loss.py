@@ -1,9 +1,11 @@
 """The task loss and the parent's divergence: one gradient, that of their formula, however a trainer counts and scales.
 
-Run under torchrun, it writes the gradients of two processes to the file named as its argument.
+Run under torchrun, or with "fsdp2" by accelerate, it writes the gradients of two processes to the file named as its
+argument.
 """
 
 import functools
+import itertools
 import sys
 from types import SimpleNamespace
 
@@ -11,13 +13,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers as tf
+from accelerate.state import AcceleratorState
 
 from hf_twell import SparsityCallback, sparsify
 from hf_twell.train import divergence
 from hf_twell.train.distillation import Distillation
 from tests import one_step
-from tests.conftest import TINY, in_two_processes, leave, tiny_llama
+from tests.conftest import TINY, finished, fsdp2, in_two_processes, leave, tiny_llama
 from tests.one_step import OwnLoss
+from tests.paths import ROOT
 from tests.rounding import rounding
 
 pytestmark = pytest.mark.numeric
@@ -121,6 +125,26 @@ def test_two_processes(tmp_path):
         else:
             expected = results[share, accumulation, averaged, not own][0]
         assert (gradient - expected).norm() <= 1e-5 * expected.norm(), (share, accumulation, averaged, own)
+
+
+IN_BFLOAT16 = {"bf16": True, "backend": "reference"}  # by matmuls on every processor
+
+
+@pytest.mark.slow
+def test_fsdp2_in_bfloat16(tmp_path):
+    """At most twice as far from the formula, in float64, as one process in bfloat16 is."""
+    output = tmp_path / "gradients.pt"
+    done = finished(sys.executable, *fsdp2("bf16"), __file__, output, "fsdp2", cwd=ROOT, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    results = torch.load(output)
+    assert results.pop("wrapped") == "FSDP"
+    assert len(results) == 4
+    for (share, own), (gradient, logs) in results.items():
+        expected, loss, _ = definition(share)  # KL is logged of one process's tokens
+        one, _ = distilled(OwnLoss if own else "Trainer", share, **IN_BFLOAT16)
+        error, of_one = (gradient - expected).norm(), (one - expected).norm()
+        assert error <= 2 * of_one < 0.2 * expected.norm(), (share, own)
+        assert logs["loss"] == pytest.approx(loss, rel=2**-7)  # two roundings to 8 bits, of logits and of the loss
 
 
 def shifted_otherwise(features):
@@ -360,6 +384,10 @@ def test_what_the_model_makes_of_padding_is_no_matter(share):
 
 if __name__ == "__main__":
     results = {}
+    if sys.argv[2:] == ["fsdp2"]:
+        for share, own in itertools.product((0.5, 1.0), (False, True)):
+            results[share, own] = distilled(OwnLoss if own else "Trainer", share, processes=2, **IN_BFLOAT16)
+        leave({**results, "wrapped": AcceleratorState().distributed_type.value}, sys.argv[1])
     for share, accumulation, averaged in ((0.3, 1, True), (0.5, 2, True), (0.5, 2, False), (1.0, 1, True)):
         for own in (False, True):
             options = {"processes": 2, "average_tokens_across_devices": averaged}
