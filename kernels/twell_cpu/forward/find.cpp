@@ -10,7 +10,7 @@ namespace twell {
 namespace {
 
 // How the kernels share out their work, and not whether they do it.
-constexpr size_t kTileRows = 16;      // of matrix units; half of them empty still pay
+constexpr size_t kTileRows = 16;      // of matrix units
 constexpr int64_t kScreenedFrom = 8;  // tokens; for fewer, the rows' norms cost what low digits do
 
 // A step through so many tiles that meets each of them, far from the one before: the first tiles decide whether the
@@ -44,6 +44,17 @@ bool screening_pays(const FixedPointKernels& kernels, const WeightRows& gate, in
   return static_cast<double>(whole) < kMost * static_cast<double>(rows * count);
 }
 
+// Of runs whose rows are to be a product's, those that tiles hold well: the last tile is at least half full. The runs that
+// go have the fewest pairs.
+void leave_whole_tiles(const LanePairs& lane, std::vector<size_t>* runs) {
+  const size_t rest = runs->size() % kTileRows;
+  if (rest >= kTileRows / 2) return;
+  const auto more_pairs = [&](size_t a, size_t b) { return lane.runs[a].count > lane.runs[b].count; };
+  std::nth_element(runs->begin(), runs->end() - rest, runs->end(), more_pairs);
+  runs->resize(runs->size() - rest);
+  std::sort(runs->begin(), runs->end());
+}
+
 }  // namespace
 
 PairFinder::PairFinder(const Block& block, const Kernels& kernels, const Threads& threads)
@@ -69,7 +80,7 @@ void PairFinder::up_products(LanePairs& lane, size_t first_run, int64_t first_to
     for (size_t r = first_run; r < lane.runs.size(); ++r) {
       if (worth_a_row(kernels_, lane.runs[r].count, tokens)) shared.push_back(r);
     }
-    if (kernels_.matrix_unit && shared.size() < kTileRows / 2) shared.clear();
+    if (kernels_.matrix_unit) leave_whole_tiles(lane, &shared);
   }
   if (!shared.empty()) {
     const int64_t count = static_cast<int64_t>(shared.size()), stride = hidden + 32;  // rows in different cache sets
@@ -85,7 +96,7 @@ void PairFinder::up_products(LanePairs& lane, size_t first_run, int64_t first_to
     }
     scratch.up.resize(static_cast<size_t>(count * tokens));
     kernels_.gate_panels(panels, static_cast<int>(tokens), scratch.rows.data(), stride, static_cast<int>(count), hidden,
-                         nullptr, scratch.up.data(), tokens);
+                         nullptr, nullptr, scratch.up.data(), tokens);
     for (int64_t i = 0; i < count; ++i) {
       const auto& run = lane.runs[shared[i]];
       const float* values = scratch.up.data() + i * tokens - first_token;
