@@ -674,7 +674,7 @@ def backends() -> Entries:
     on_cpu, with_amx = ([100 * most for _, most in limit(name)[1:]] for name in ("kCpuLimits", "kCpuLimitsAmx"))
     text = "{:.0f} % up to 8; {:.0f} % up to 32; {:.0f} % above, in float32 from 257 on {:.0f} %; {:.0f} % in training"
     yield text, *on_cpu, 100 * limit("kCpuLimitsFloat32")[-1][1], 100 * limit("kCpuTrainingMaxDensity")
-    text = "{:.1f} % up to 64; {:.1f} % above; {:.0f} % in training"
+    text = "{:.0f} % up to 4; {:.0f} % up to 8; {:.0f} % up to 16; {:.1f} % up to 64; {:.1f} % above; {:.0f} % in training"
     yield text, *with_amx, 100 * limit("kCpuTrainingMaxDensityAmx")
     one, many = block(CPU, 1, dtype="bfloat16"), block(CPU, 1024, dtype="bfloat16")
     yield "a block takes {:.2f} ms instead of {:.2f} for one token", one["sparse_ms"], least(one, "ms", *DENSE)

@@ -28,7 +28,7 @@ TokenPairs recompute(const Block& block, const Kernels& kernels, const Threads& 
     for (int64_t i = 0; i < n; ++i) {
       std::memcpy(rows.data() + i * row_bytes, at(block.x, tokens[first + i] * block.hidden, block.dtype), row_bytes);
     }
-    finder.find(0, n, {2.0, 0}, &pairs);
+    finder.find(0, n, {2.0, 0, 0}, &pairs);
     const int64_t before = all.begin.back();
     for (int64_t i = 1; i <= n; ++i) all.begin.push_back(before + pairs.begin[i]);
     all.neuron.insert(all.neuron.end(), pairs.neuron.begin(), pairs.neuron.end());

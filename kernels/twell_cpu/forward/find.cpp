@@ -10,8 +10,10 @@ namespace twell {
 namespace {
 
 // How the kernels share out their work, and not whether they do it.
-constexpr size_t kTileRows = 16;      // of matrix units
-constexpr int64_t kScreenedFrom = 8;  // tokens; for fewer, the rows' norms cost what low digits do
+constexpr size_t kTileRows = 16;        // of matrix units
+constexpr int64_t kNarrowest = 48;      // neurons of an item, where wider ones are too few to keep all threads busy
+constexpr int64_t kItemsPerThread = 4;  // at least
+constexpr int64_t kScreenedFrom = 8;    // tokens; for fewer, the rows' norms cost what low digits do
 
 // A step through so many tiles that meets each of them, far from the one before: the first tiles decide whether the
 // call is too dense, and neighbouring neurons may be alike.
@@ -136,9 +138,10 @@ bool PairFinder::find(int64_t first, int64_t last, const Limit& limit, TokenPair
   };
   const int64_t tokens = last - first, hidden = block_.hidden, element = element_bytes(block_.dtype);
   const char* x = at(block_.x, first * hidden, block_.dtype);
-  const int64_t width = tokens > kPanel ? kernels_.tile_neurons : kernels_.few_tile_neurons;
-  const int64_t tile_count = (block_.width + width - 1) / width;
   const int64_t step = block_tokens(block_, kernels_), steps = (tokens + step - 1) / step;
+  int64_t width = tokens > kPanel ? kernels_.tile_neurons : kernels_.few_tile_neurons;
+  while (width > kNarrowest && steps * (block_.width / width) < kItemsPerThread * threads_.count) width /= 2;
+  const int64_t tile_count = (block_.width + width - 1) / width;
   std::vector<Tile> tiles(static_cast<size_t>(steps * tile_count));
   for (auto& lane : lanes_) lane.clear();
 
@@ -165,8 +168,9 @@ bool PairFinder::find(int64_t first, int64_t last, const Limit& limit, TokenPair
 
   std::atomic<bool> too_dense{false};
   std::vector<int64_t> seen(static_cast<size_t>(threads_.count) * 8, 0);
-  const double spare_pairs =
-      kCpuCountSpare * static_cast<double>(tokens * block_.width) + static_cast<double>(tokens * kCpuCountSparePairs);
+  // One tile may hold all neurons that are always active, as they may be sorted.
+  const double spare_neurons = std::max(kCpuCountSpare * static_cast<double>(block_.width), static_cast<double>(width));
+  const double spare_pairs = static_cast<double>(tokens) * (spare_neurons + static_cast<double>(kCpuCountSparePairs));
   const double spare_rows = kCpuCountSpare * static_cast<double>(steps * block_.width);
   const int64_t scattering = scattering_step(tile_count);
   // One parallel pass over all tokens: a step's tokens meet every tile of neurons while they are in cache.
@@ -201,7 +205,9 @@ bool PairFinder::find(int64_t first, int64_t last, const Limit& limit, TokenPair
     const double rows = static_cast<double>(seen[lane_index * 8 + 1] += neurons);
     const double cells = static_cast<double>(seen[lane_index * 8] += neurons * count);
     const auto denser = [&](double share) { return static_cast<double>(lane.used) > share * cells + spare_pairs; };
-    const double active_rows = static_cast<double>(lane.runs.size());  // in one of the tokens or more
+    // Active in one of the tokens or more. These may be more than kNeighbours, and share less: so on a matrix unit, too,
+    // the limit is the wider one.
+    const double active_rows = static_cast<double>(lane.runs.size());
     if (denser(limit.density) && (denser(limit.by_union) || active_rows > kCpuMaxUnion * rows + spare_rows)) {
       too_dense.store(true, std::memory_order_relaxed);
       return;
