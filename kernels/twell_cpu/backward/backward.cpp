@@ -150,8 +150,8 @@ std::vector<std::pair<int64_t, int64_t>> backward(const Block& block, const Kern
   if (matrix && worth_a_row(kernels, pairs.begin.back() / block.width * 2, block.tokens)) {
     shared_gradients.emplace(block, kernels, threads, grad_y, pulls);
   }
-  std::vector<float>& grad_gate = pairs.gate;  // each pair's factors are replaced by its gradients once they are used
-  std::vector<float>& grad_up = pairs.up;
+  Values<float>& grad_gate = pairs.gate;  // each pair's factors are replaced by its gradients once they are used
+  Values<float>& grad_up = pairs.up;
   std::vector<NeuronScratch> scratch(static_cast<size_t>(threads.count));
   for_items(threads, (block.width + group_size - 1) / group_size, [&](int lane, int64_t group) {
     NeuronScratch& my = scratch[lane];

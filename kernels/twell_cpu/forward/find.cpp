@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <cstring>
 #include <numeric>
+#include <utility>
 
 #include "forward/forward.h"
 #include "forward/weight_rows.h"
@@ -132,10 +133,6 @@ void PairFinder::up_products(LanePairs& lane, size_t first_run, int64_t first_to
 }
 
 bool PairFinder::find(int64_t first, int64_t last, const Limit& limit, TokenPairs* pairs) {
-  struct Tile {
-    int lane;
-    size_t begin, end;
-  };
   const int64_t tokens = last - first, hidden = block_.hidden, element = element_bytes(block_.dtype);
   const char* x = at(block_.x, first * hidden, block_.dtype);
   const int64_t step = block_tokens(block_, kernels_), steps = (tokens + step - 1) / step;
@@ -222,30 +219,46 @@ bool PairFinder::find(int64_t first, int64_t last, const Limit& limit, TokenPair
   });
   if (too_dense) return false;
 
-  pairs->begin.assign(static_cast<size_t>(tokens) + 1, 0);
+  by_token(tiles, tokens, pairs);
+  return true;
+}
+
+// Pairs of tiles in order of their neurons, sorted by token. Each thread counts the pairs of its share of the tiles, and
+// then knows where they go.
+void PairFinder::by_token(const std::vector<Tile>& tiles, int64_t tokens, TokenPairs* pairs) const {
+  const int64_t shares = tokens > kPanel ? threads_.count : 1, count = static_cast<int64_t>(tiles.size());
+  std::vector<int64_t> next(static_cast<size_t>(shares * tokens), 0);  // [share][token]: pairs, then the next one's place
+  const auto for_share = [&](const auto& run_of) {
+    for_items(threads_, shares, [&](int, int64_t share) {
+      for (int64_t i = share * count / shares; i < (share + 1) * count / shares; ++i) {
+        const LanePairs& lane = lanes_[tiles[i].lane];
+        for (size_t r = tiles[i].begin; r < tiles[i].end; ++r) run_of(lane, lane.runs[r], next.data() + share * tokens);
+      }
+    });
+  };
+  for_share([](const LanePairs& lane, const LanePairs::Run& run, int64_t* of) {
+    for (int64_t i = run.begin; i < run.begin + run.count; ++i) ++of[lane.token[i]];
+  });
+  pairs->begin.resize(static_cast<size_t>(tokens) + 1);
   int64_t total = 0;
-  for (const auto& lane : lanes_) {
-    total += lane.used;
-    for (int64_t i = 0; i < lane.used; ++i) ++pairs->begin[lane.token[i] + 1];
+  for (int64_t t = 0; t < tokens; ++t) {
+    pairs->begin[t] = total;
+    for (int64_t share = 0; share < shares; ++share) {
+      total += std::exchange(next[share * tokens + t], total);
+    }
   }
-  for (int64_t t = 0; t < tokens; ++t) pairs->begin[t + 1] += pairs->begin[t];
+  pairs->begin[tokens] = total;
   pairs->neuron.resize(static_cast<size_t>(total));
   pairs->gate.resize(static_cast<size_t>(total));
   pairs->up.resize(static_cast<size_t>(total));
-  std::vector<int64_t> next(pairs->begin.begin(), pairs->begin.end() - 1);
-  for (const Tile& tile : tiles) {  // in order of neurons, whichever lane had them
-    const LanePairs& lane = lanes_[tile.lane];
-    for (size_t r = tile.begin; r < tile.end; ++r) {
-      const auto& run = lane.runs[r];
-      for (int64_t i = run.begin; i < run.begin + run.count; ++i) {
-        const int64_t place = next[lane.token[i]]++;
-        pairs->neuron[place] = run.neuron;
-        pairs->gate[place] = lane.gate[i];
-        pairs->up[place] = lane.up[i];
-      }
+  for_share([&](const LanePairs& lane, const LanePairs::Run& run, int64_t* of) {
+    for (int64_t i = run.begin; i < run.begin + run.count; ++i) {
+      const int64_t place = of[lane.token[i]]++;
+      pairs->neuron[place] = run.neuron;
+      pairs->gate[place] = lane.gate[i];
+      pairs->up[place] = lane.up[i];
     }
-  }
-  return true;
+  });
 }
 
 }  // namespace twell

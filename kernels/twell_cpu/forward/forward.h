@@ -58,6 +58,12 @@ class PairFinder {
     std::vector<size_t> shared;
     Bytes rows, row;
   };
+  // Runs [begin, end) of a lane: what a tile of neurons has in a step's tokens.
+  struct Tile {
+    int lane;
+    size_t begin, end;
+  };
+  void by_token(const std::vector<Tile>& tiles, int64_t tokens, TokenPairs* pairs) const;
   void up_products(LanePairs& lane, size_t first_run, int64_t first_token, int64_t tokens, const char* x,
                    const char* panels, Scratch& scratch);
 
