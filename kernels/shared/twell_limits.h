@@ -86,7 +86,7 @@ constexpr DensityLimit kCpuLimitsAmx[] = {
 // "Rows that neighbours share", and "AMX")
 constexpr double kCpuMaxUnion = 0.65;
 constexpr double kCpuUnionMaxDensity = 0.3;
-constexpr double kCpuMaxUnionAmx = 0.5;
+constexpr double kCpuMaxUnionAmx = 0.4;
 constexpr double kCpuUnionMaxDensityAmx = 0.1;
 // Forward and backward on a CPU.
 constexpr double kCpuTrainingMaxDensity = 0.18;
