@@ -553,6 +553,14 @@ def bench() -> Entries:
             )
         ]
         yield "| {:,} | {:.2f} | {:.2f} | {:.2f} | {:.2f} |", tokens, *map(speedup, shared)
+    plain = row(
+        "kernels/twell_cpu/bench/xeon-amx-shared-2026-11-30/bench.jsonl",
+        tokens=1024,
+        requested_l0=535,
+        took="plain matmuls",
+    )
+    text = "At {:.1f} %, union {:.0f} %, blocks take plain matmuls there"
+    yield text, 100 * plain["density"], 100 * plain["unions"]["64"]
     ours = row(
         "kernels/twell_cpu/bench/xeon-avx512-shared-2026-11-28/bench.jsonl",
         tokens=1024,
@@ -679,7 +687,9 @@ def backends() -> Entries:
     on_cpu, with_amx = ([100 * most for _, most in limit(name)[1:]] for name in ("kCpuLimits", "kCpuLimitsAmx"))
     text = "{:.0f} % up to 8; {:.0f} % up to 32; {:.0f} % above, in float32 from 257 on {:.0f} %; {:.0f} % in training"
     yield text, *on_cpu, 100 * limit("kCpuLimitsFloat32")[-1][1], 100 * limit("kCpuTrainingMaxDensity")
-    text = "{:.0f} % up to 4; {:.0f} % up to 8; {:.0f} % up to 16; {:.1f} % up to 64; {:.1f} % above; {:.0f} % in training"
+    text = (
+        "{:.0f} % up to 4; {:.0f} % up to 8; {:.0f} % up to 16; {:.1f} % up to 64; {:.1f} % above; {:.0f} % in training"
+    )
     yield text, *with_amx, 100 * limit("kCpuTrainingMaxDensityAmx")
     unions = [100 * limit(f"kCpu{name}{amx}") for amx in ("", "Amx") for name in ("UnionMaxDensity", "MaxUnion")]
     text = "also up to {:.0f} % where their union is at most {:.0f} %; with AMX up to {:.0f} % and a union of {:.0f} %"
