@@ -540,14 +540,27 @@ def bench() -> Entries:
     for tokens in (16, 128, 1024):
         shared = [
             row(
-                f"kernels/twell_cpu/bench/xeon-{how}-shared-2026-11-28/bench.jsonl",
+                f"kernels/twell_cpu/bench/xeon-{how}/bench.jsonl",
                 dtype=dtype,
                 tokens=tokens,
                 requested_l0=327,
             )
-            for how, dtype in (("avx512", "bfloat16"), ("avx512", "float32"), ("as-avx2", "float32"))
+            for how, dtype in (
+                ("avx512-shared-2026-11-28", "bfloat16"),
+                ("avx512-shared-2026-11-28", "float32"),
+                ("as-avx2-shared-2026-11-28", "float32"),
+                ("amx-shared-2026-11-30", "bfloat16"),
+            )
         ]
-        yield "| {:,} | {:.2f} | {:.2f} | {:.2f} |", tokens, *map(speedup, shared)
+        yield "| {:,} | {:.2f} | {:.2f} | {:.2f} | {:.2f} |", tokens, *map(speedup, shared)
+    plain = row(
+        "kernels/twell_cpu/bench/xeon-amx-shared-2026-11-30/bench.jsonl",
+        tokens=1024,
+        requested_l0=535,
+        took="plain matmuls",
+    )
+    text = "At {:.1f} %, union {:.0f} %, blocks take plain matmuls there"
+    yield text, 100 * plain["density"], 100 * plain["unions"]["64"]
     ours = row(
         "kernels/twell_cpu/bench/xeon-avx512-shared-2026-11-28/bench.jsonl",
         tokens=1024,
@@ -674,8 +687,13 @@ def backends() -> Entries:
     on_cpu, with_amx = ([100 * most for _, most in limit(name)[1:]] for name in ("kCpuLimits", "kCpuLimitsAmx"))
     text = "{:.0f} % up to 8; {:.0f} % up to 32; {:.0f} % above, in float32 from 257 on {:.0f} %; {:.0f} % in training"
     yield text, *on_cpu, 100 * limit("kCpuLimitsFloat32")[-1][1], 100 * limit("kCpuTrainingMaxDensity")
-    text = "{:.1f} % up to 64; {:.1f} % above; {:.0f} % in training"
+    text = (
+        "{:.0f} % up to 4; {:.0f} % up to 8; {:.0f} % up to 16; {:.1f} % up to 64; {:.1f} % above; {:.0f} % in training"
+    )
     yield text, *with_amx, 100 * limit("kCpuTrainingMaxDensityAmx")
+    unions = [100 * limit(f"kCpu{name}{amx}") for amx in ("", "Amx") for name in ("UnionMaxDensity", "MaxUnion")]
+    text = "also up to {:.0f} % where their union is at most {:.0f} %; with AMX up to {:.0f} % and a union of {:.0f} %"
+    yield text, *unions
     one, many = block(CPU, 1, dtype="bfloat16"), block(CPU, 1024, dtype="bfloat16")
     yield "a block takes {:.2f} ms instead of {:.2f} for one token", one["sparse_ms"], least(one, "ms", *DENSE)
     yield "and {:.0f} instead of {:.0f} for 1,024", many["sparse_ms"], least(many, "ms", *DENSE)

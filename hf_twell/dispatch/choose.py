@@ -66,7 +66,7 @@ def faster(key: CallKey, activity: Activity) -> bool:
         return False
     most = max_density(key, activity.on_kernels)
     if activity.union is not None and activity.density > most and goes_by_union(key, activity.density):
-        return activity.union <= limit("kCpuMaxUnion")
+        return activity.union <= limit(f"kCpuMaxUnion{_amx(key)}")
     return most > 0 and activity.density <= most
 
 
@@ -75,11 +75,11 @@ def goes_by_union(key: CallKey, density: float) -> bool:
 
     Source: kernels/twell_cpu/LOG.md, "Rows that neighbours share".
     """
-    if key.device != "cpu" or key.training or key.rival != "torch" or key.weights in EIGHT_BIT or _amx(key):
+    if key.device != "cpu" or key.training or key.rival != "torch" or key.weights in EIGHT_BIT:
         return False
     if key.compiled or key.tokens < limit("kNeighbours"):
         return False
-    return max_density(key) < density <= min(limit("kCpuUnionMaxDensity"), max_density_of_size(key))
+    return max_density(key) < density <= min(limit(f"kCpuUnionMaxDensity{_amx(key)}"), max_density_of_size(key))
 
 
 def choose_experts(key: CallKey, activity: Activity) -> Way:

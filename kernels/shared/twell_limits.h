@@ -42,8 +42,8 @@ constexpr int64_t kCpuGroupNeurons = 8;
 constexpr int64_t kCpuGroupsFew = 18;
 constexpr int64_t kCpuGroupsMany = 36;
 constexpr int64_t kCpuGroupsTokens = 64;
-// Then it counts what it finds, and gives up above the limit's share of what it has seen and this: a share of all that
-// there is, and of pairs so many a token more.
+// Then it counts what it finds, and gives up above the limit's share of what it has seen and this: a share of all
+// neurons or those of one work item, and so many pairs a token.
 constexpr double kCpuCountSpare = 0.02;
 constexpr int64_t kCpuCountSparePairs = 4;
 
@@ -72,16 +72,22 @@ constexpr DensityLimit kCpuLimitsFloat32[] = {
     {256, 0.18},
     {kMany, 0.14},
 };
-// From kNeighbours tokens on, those that share neurons cost what their union says, too: where at most such a share of
-// neurons is active in one or more, kernels are faster up to such a density. No 8-bit weights; without AMX alone.
-constexpr double kCpuMaxUnion = 0.65;
-constexpr double kCpuUnionMaxDensity = 0.3;
 // The same in bfloat16 on a processor that multiplies matrices of it (AMX).
 constexpr DensityLimit kCpuLimitsAmx[] = {
     {2, 1.0},
+    {4, 0.3},
+    {8, 0.15},
+    {16, 0.1},
     {64, 0.075},
     {kMany, 0.035},
 };
+// From kNeighbours tokens on, those that share neurons cost what their union says, too: where at most such a share of
+// neurons is active in one or more, kernels are faster up to such a density. No 8-bit weights. (kernels/twell_cpu/LOG.md,
+// "Rows that neighbours share", and "AMX")
+constexpr double kCpuMaxUnion = 0.65;
+constexpr double kCpuUnionMaxDensity = 0.3;
+constexpr double kCpuMaxUnionAmx = 0.4;
+constexpr double kCpuUnionMaxDensityAmx = 0.1;
 // Forward and backward on a CPU.
 constexpr double kCpuTrainingMaxDensity = 0.18;
 constexpr double kCpuTrainingMaxDensityAmx = 0.03;

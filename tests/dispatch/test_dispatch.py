@@ -99,11 +99,11 @@ def test_a_gpus_limits_are_the_tables(size, column):
 
 @pytest.mark.parametrize("amx", [False, True])
 def test_a_cpus_limits_by_tokens_and_dtype(amx):
-    for tokens, most in zip((2, 4, 8, 32, 64, 257), (1.0, 0.3, 0.3, 0.2, 0.18, 0.18), strict=True):
+    limits = (2, 1.0, 1.0), (4, 0.3, 0.3), (8, 0.3, 0.15), (16, 0.2, 0.1), (32, 0.2, 0.075), (64, 0.18, 0.075)
+    for tokens, most, with_units in (*limits, (257, 0.18, 0.035)):
         assert max_density(cpu_key(tokens, torch.float16, amx=amx)) == most
         assert max_density(cpu_key(tokens, torch.float32, amx=amx)) == (0.14 if tokens == 257 else most)
         assert max_density(cpu_key(tokens, torch.float32)._replace(weights=torch.int8)) == most
-        with_units = 1.0 if tokens <= 2 else 0.075 if tokens <= 64 else 0.035
         assert max_density(cpu_key(tokens, BF16, amx=amx)) == (with_units if amx else most)
 
 
@@ -383,18 +383,17 @@ def test_many_tokens_go_by_the_union_where_it_is_known(size):
     assert choose(strangers, few) == choose(strangers, Activity(0.1))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, BF16])
-def test_many_tokens_on_a_cpu_go_by_the_union_where_they_are_too_dense(dtype):
-    most, densest = limit("kCpuMaxUnion"), limit("kCpuUnionMaxDensity")
-    many = cpu_key(limit("kNeighbours"), dtype)
+@pytest.mark.parametrize(("dtype", "amx"), [(torch.float32, False), (torch.float32, True), (BF16, False), (BF16, True)])
+def test_many_tokens_on_a_cpu_go_by_the_union_where_they_are_too_dense(dtype, amx):
+    most, densest = (0.4, 0.1) if amx and dtype == BF16 else (0.65, 0.3)
+    many = cpu_key(limit("kNeighbours"), dtype, amx=amx)
     assert choose(many, Activity(densest, union=most)) == "kernels"
-    assert choose(many, Activity(0.1, union=1.0)) == "kernels", "the density alone says so"
+    assert choose(many, Activity(0.03, union=1.0)) == "kernels", "the density alone says so"
     for activity in (Activity(densest), Activity(densest, union=most + 0.01), Activity(densest + 0.01, union=0.4)):
         assert choose(many, activity) != "kernels"
     shared = Activity(densest, union=densest)
     for untimed in ({"tokens": many.tokens - 1}, {"training": True}, {"weights": torch.int8}, {"rival": "vllm"}):
         assert choose(many._replace(**untimed), shared) != "kernels"
-    assert (choose(many._replace(capability="amx"), shared) == "kernels") == (dtype == torch.float32)
 
 
 @needs_cpu_kernels

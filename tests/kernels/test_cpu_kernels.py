@@ -125,25 +125,24 @@ def runs_matmuls(case):
     return any(event.name == "aten::linear" for event in profile.events())
 
 
-@pytest.mark.parametrize("isa", [isa for isa in ISAS if isa != "amx"], indirect=True)
 def test_many_dense_tokens_take_kernels_where_they_share_neurons(isa, dtype):
-    """A quarter of the pairs is active in either case: the same neurons for all tokens, or others for each kind."""
+    """As many pairs are active in either case: of the same neurons for all tokens, or of others for each kind."""
+    every = 12 if isa == "amx" and dtype == torch.bfloat16 else 4  # above the limit of density, below that by union
     for tokens, alike_pays in ((127, False), (128, True), (1100, True)):
-        alike = shared_by_all(make_case(tokens, 40, 320, 0.0, dtype), every=4)
-        different = make_case(tokens, 40, 320, 0.25, dtype)
+        alike = shared_by_all(make_case(tokens, 40, 320, 0.0, dtype), every)
+        different = make_case(tokens, 40, 320, 1 / every, dtype)
         assert runs_matmuls(alike) != alike_pays
         assert runs_matmuls(different)
         changing = {**alike, "x": torch.cat([alike["x"], alike["x"]])}
-        changing["x"][tokens:, :KINDS] *= -1  # now the other three quarters are active
+        changing["x"][tokens:, :KINDS] *= -1  # now the others are active
         assert_as_good_as_eager(cpu_ffn, changing)
 
 
-@pytest.mark.parametrize("isa", [isa for isa in ISAS if isa != "amx"], indirect=True)
 @pytest.mark.parametrize("tokens", [16, 300])
 def test_neurons_may_be_sorted(isa, tokens):
-    """A tenth of them is active for all tokens: kernels' work, also where those are the first ones."""
+    """A tenth of them is active for all tokens: kernels' work, also where those are the first ones. On AMX a twentieth."""
     case = make_case(tokens, 40, 4000, 0.0, torch.bfloat16)
-    case["w_gate"][:400, :KINDS] = 2.0
+    case["w_gate"][: 200 if isa == "amx" else 400, :KINDS] = 2.0
     assert not runs_matmuls(case)
     assert_as_good_as_eager(cpu_ffn, case)
 

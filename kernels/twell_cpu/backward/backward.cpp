@@ -28,7 +28,7 @@ TokenPairs recompute(const Block& block, const Kernels& kernels, const Threads& 
     for (int64_t i = 0; i < n; ++i) {
       std::memcpy(rows.data() + i * row_bytes, at(block.x, tokens[first + i] * block.hidden, block.dtype), row_bytes);
     }
-    finder.find(0, n, {2.0, 0}, &pairs);
+    finder.find(0, n, {2.0, 0, 0}, &pairs);
     const int64_t before = all.begin.back();
     for (int64_t i = 1; i <= n; ++i) all.begin.push_back(before + pairs.begin[i]);
     all.neuron.insert(all.neuron.end(), pairs.neuron.begin(), pairs.neuron.end());
@@ -150,8 +150,8 @@ std::vector<std::pair<int64_t, int64_t>> backward(const Block& block, const Kern
   if (matrix && worth_a_row(kernels, pairs.begin.back() / block.width * 2, block.tokens)) {
     shared_gradients.emplace(block, kernels, threads, grad_y, pulls);
   }
-  std::vector<float>& grad_gate = pairs.gate;  // each pair's factors are replaced by its gradients once they are used
-  std::vector<float>& grad_up = pairs.up;
+  Values<float>& grad_gate = pairs.gate;  // each pair's factors are replaced by its gradients once they are used
+  Values<float>& grad_up = pairs.up;
   std::vector<NeuronScratch> scratch(static_cast<size_t>(threads.count));
   for_items(threads, (block.width + group_size - 1) / group_size, [&](int lane, int64_t group) {
     NeuronScratch& my = scratch[lane];

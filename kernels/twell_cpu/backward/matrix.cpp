@@ -58,7 +58,7 @@ void SharedNeuronGradients::add_some(const int64_t* shared, int64_t count, int64
   }
   scratch->values.resize(static_cast<size_t>(count * tokens));
   kernels_.gate_panels(grad_panels_.data(), static_cast<int>(tokens), scratch->rows.data(), stride,
-                       static_cast<int>(count), hidden, nullptr, scratch->values.data(), tokens);
+                       static_cast<int>(count), hidden, nullptr, nullptr, scratch->values.data(), tokens);
 
   // Factors of rows of x (the gate's, then up's) and of grad_y, as matrices in columns of 32 tokens.
   const int64_t gate_at = 0, up_at = gradients.gate ? count : 0, x_outputs = up_at + (gradients.up ? count : 0);

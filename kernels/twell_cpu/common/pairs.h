@@ -4,17 +4,37 @@
 #include <cstdint>
 #include <memory>
 #include <new>
+#include <utility>
 #include <vector>
 
 #include "twell_state.h"
 
 namespace twell {
 
+// A vector whose new elements are not filled: one thread would, and they are written by all soon after.
+template <class T>
+struct Unfilled : std::allocator<T> {
+  template <class U>
+  struct rebind {
+    using other = Unfilled<U>;
+  };
+  template <class U>
+  void construct(U* element) noexcept {
+    ::new (static_cast<void*>(element)) U;
+  }
+  template <class U, class... Args>
+  void construct(U* element, Args&&... args) {
+    ::new (static_cast<void*>(element)) U(std::forward<Args>(args)...);
+  }
+};
+template <class T>
+using Values = std::vector<T, Unfilled<T>>;
+
 // Token-major (compressed rows): neurons ascend within a token. h = gate * up; up is 1 in a block without a gate.
 struct TokenPairs {
   std::vector<int64_t> begin;  // tokens + 1
-  std::vector<uint32_t> neuron;
-  std::vector<float> gate, up;
+  Values<uint32_t> neuron;
+  Values<float> gate, up;
 };
 
 // Neuron-major: tokens ascend within a neuron. `source` is the pair's place in the token-major order.
@@ -52,8 +72,8 @@ struct LanePairs {
     int64_t count;
   };
   std::vector<Run> runs;
-  std::vector<uint32_t> token;
-  std::vector<float> gate, up;
+  Values<uint32_t> token;
+  Values<float> gate, up;
   int64_t used = 0;
 
   void clear() {

@@ -69,7 +69,7 @@ void down_by_rows(const Block& block, const Kernels& kernels, const Threads& thr
 // y where down lies by rows and few neurons are active: their columns are copied out first.
 void down_by_active_columns(const Block& block, const Kernels& kernels, const Threads& threads, const Part& part,
                             void* y) {
-  std::vector<uint32_t> active(part.pairs.neuron), index(part.pairs.neuron.size());
+  Values<uint32_t> active(part.pairs.neuron), index(part.pairs.neuron.size());
   std::sort(active.begin(), active.end());
   active.erase(std::unique(active.begin(), active.end()), active.end());
   for (size_t i = 0; i < index.size(); ++i) {

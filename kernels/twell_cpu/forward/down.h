@@ -9,7 +9,7 @@ namespace twell {
 struct Part {
   int64_t first;
   TokenPairs pairs;
-  std::vector<float> h;
+  Values<float> h;
 
   int64_t tokens() const { return static_cast<int64_t>(pairs.begin.size()) - 1; }
 };

@@ -42,7 +42,7 @@ void down_by_panels(const Block& block, const Kernels& kernels, const Threads& t
       float* row = values.data() + tile * count;
       kernels.gate_panels(panels.data(), static_cast<int>(count), at(block.down, d0 * block.down_row, block.dtype),
                           block.down_row, static_cast<int>(width), block.width,
-                          block.b_down ? block.b_down + d0 : nullptr, values.data(), count);
+                          block.b_down ? block.b_down + d0 : nullptr, nullptr, values.data(), count);
       for (int64_t t = 0; t < count; ++t) {
         for (int64_t d = 0; d < width; ++d) row[d] = values[d * count + t];
         kernels.round(row, width, at(y, (part.first + first + t) * hidden + d0, block.dtype));

@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <cstring>
 #include <numeric>
+#include <utility>
 
 #include "forward/forward.h"
 #include "forward/weight_rows.h"
@@ -10,8 +11,10 @@ namespace twell {
 namespace {
 
 // How the kernels share out their work, and not whether they do it.
-constexpr size_t kTileRows = 16;      // of matrix units; half of them empty still pay
-constexpr int64_t kScreenedFrom = 8;  // tokens; for fewer, the rows' norms cost what low digits do
+constexpr size_t kTileRows = 16;        // of matrix units
+constexpr int64_t kNarrowest = 48;      // neurons of an item, where wider ones are too few to keep all threads busy
+constexpr int64_t kItemsPerThread = 4;  // at least
+constexpr int64_t kScreenedFrom = 8;    // tokens; for fewer, the rows' norms cost what low digits do
 
 // A step through so many tiles that meets each of them, far from the one before: the first tiles decide whether the
 // call is too dense, and neighbouring neurons may be alike.
@@ -44,6 +47,17 @@ bool screening_pays(const FixedPointKernels& kernels, const WeightRows& gate, in
   return static_cast<double>(whole) < kMost * static_cast<double>(rows * count);
 }
 
+// Of runs whose rows are to be a product's, those that tiles hold well: the last tile is at least half full. The runs that
+// go have the fewest pairs.
+void leave_whole_tiles(const LanePairs& lane, std::vector<size_t>* runs) {
+  const size_t rest = runs->size() % kTileRows;
+  if (rest >= kTileRows / 2) return;
+  const auto more_pairs = [&](size_t a, size_t b) { return lane.runs[a].count > lane.runs[b].count; };
+  std::nth_element(runs->begin(), runs->end() - rest, runs->end(), more_pairs);
+  runs->resize(runs->size() - rest);
+  std::sort(runs->begin(), runs->end());
+}
+
 }  // namespace
 
 PairFinder::PairFinder(const Block& block, const Kernels& kernels, const Threads& threads)
@@ -69,7 +83,7 @@ void PairFinder::up_products(LanePairs& lane, size_t first_run, int64_t first_to
     for (size_t r = first_run; r < lane.runs.size(); ++r) {
       if (worth_a_row(kernels_, lane.runs[r].count, tokens)) shared.push_back(r);
     }
-    if (kernels_.matrix_unit && shared.size() < kTileRows / 2) shared.clear();
+    if (kernels_.matrix_unit) leave_whole_tiles(lane, &shared);
   }
   if (!shared.empty()) {
     const int64_t count = static_cast<int64_t>(shared.size()), stride = hidden + 32;  // rows in different cache sets
@@ -85,7 +99,7 @@ void PairFinder::up_products(LanePairs& lane, size_t first_run, int64_t first_to
     }
     scratch.up.resize(static_cast<size_t>(count * tokens));
     kernels_.gate_panels(panels, static_cast<int>(tokens), scratch.rows.data(), stride, static_cast<int>(count), hidden,
-                         nullptr, scratch.up.data(), tokens);
+                         nullptr, nullptr, scratch.up.data(), tokens);
     for (int64_t i = 0; i < count; ++i) {
       const auto& run = lane.runs[shared[i]];
       const float* values = scratch.up.data() + i * tokens - first_token;
@@ -119,15 +133,12 @@ void PairFinder::up_products(LanePairs& lane, size_t first_run, int64_t first_to
 }
 
 bool PairFinder::find(int64_t first, int64_t last, const Limit& limit, TokenPairs* pairs) {
-  struct Tile {
-    int lane;
-    size_t begin, end;
-  };
   const int64_t tokens = last - first, hidden = block_.hidden, element = element_bytes(block_.dtype);
   const char* x = at(block_.x, first * hidden, block_.dtype);
-  const int64_t width = tokens > kPanel ? kernels_.tile_neurons : kernels_.few_tile_neurons;
-  const int64_t tile_count = (block_.width + width - 1) / width;
   const int64_t step = block_tokens(block_, kernels_), steps = (tokens + step - 1) / step;
+  int64_t width = tokens > kPanel ? kernels_.tile_neurons : kernels_.few_tile_neurons;
+  while (width > kNarrowest && steps * (block_.width / width) < kItemsPerThread * threads_.count) width /= 2;
+  const int64_t tile_count = (block_.width + width - 1) / width;
   std::vector<Tile> tiles(static_cast<size_t>(steps * tile_count));
   for (auto& lane : lanes_) lane.clear();
 
@@ -154,8 +165,9 @@ bool PairFinder::find(int64_t first, int64_t last, const Limit& limit, TokenPair
 
   std::atomic<bool> too_dense{false};
   std::vector<int64_t> seen(static_cast<size_t>(threads_.count) * 8, 0);
-  const double spare_pairs =
-      kCpuCountSpare * static_cast<double>(tokens * block_.width) + static_cast<double>(tokens * kCpuCountSparePairs);
+  // One tile may hold all neurons that are always active, as they may be sorted.
+  const double spare_neurons = std::max(kCpuCountSpare * static_cast<double>(block_.width), static_cast<double>(width));
+  const double spare_pairs = static_cast<double>(tokens) * (spare_neurons + static_cast<double>(kCpuCountSparePairs));
   const double spare_rows = kCpuCountSpare * static_cast<double>(steps * block_.width);
   const int64_t scattering = scattering_step(tile_count);
   // One parallel pass over all tokens: a step's tokens meet every tile of neurons while they are in cache.
@@ -190,7 +202,9 @@ bool PairFinder::find(int64_t first, int64_t last, const Limit& limit, TokenPair
     const double rows = static_cast<double>(seen[lane_index * 8 + 1] += neurons);
     const double cells = static_cast<double>(seen[lane_index * 8] += neurons * count);
     const auto denser = [&](double share) { return static_cast<double>(lane.used) > share * cells + spare_pairs; };
-    const double active_rows = static_cast<double>(lane.runs.size());  // in one of the tokens or more
+    // Active in one of the tokens or more. These may be more than kNeighbours, and share less: so on a matrix unit, too,
+    // the limit is the wider one.
+    const double active_rows = static_cast<double>(lane.runs.size());
     if (denser(limit.density) && (denser(limit.by_union) || active_rows > kCpuMaxUnion * rows + spare_rows)) {
       too_dense.store(true, std::memory_order_relaxed);
       return;
@@ -205,30 +219,46 @@ bool PairFinder::find(int64_t first, int64_t last, const Limit& limit, TokenPair
   });
   if (too_dense) return false;
 
-  pairs->begin.assign(static_cast<size_t>(tokens) + 1, 0);
+  by_token(tiles, tokens, pairs);
+  return true;
+}
+
+// Pairs of tiles in order of their neurons, sorted by token. Each thread counts the pairs of its share of the tiles, and
+// then knows where they go.
+void PairFinder::by_token(const std::vector<Tile>& tiles, int64_t tokens, TokenPairs* pairs) const {
+  const int64_t shares = tokens > kPanel ? threads_.count : 1, count = static_cast<int64_t>(tiles.size());
+  std::vector<int64_t> next(static_cast<size_t>(shares * tokens), 0);  // [share][token]: pairs, then the next one's place
+  const auto for_share = [&](const auto& run_of) {
+    for_items(threads_, shares, [&](int, int64_t share) {
+      for (int64_t i = share * count / shares; i < (share + 1) * count / shares; ++i) {
+        const LanePairs& lane = lanes_[tiles[i].lane];
+        for (size_t r = tiles[i].begin; r < tiles[i].end; ++r) run_of(lane, lane.runs[r], next.data() + share * tokens);
+      }
+    });
+  };
+  for_share([](const LanePairs& lane, const LanePairs::Run& run, int64_t* of) {
+    for (int64_t i = run.begin; i < run.begin + run.count; ++i) ++of[lane.token[i]];
+  });
+  pairs->begin.resize(static_cast<size_t>(tokens) + 1);
   int64_t total = 0;
-  for (const auto& lane : lanes_) {
-    total += lane.used;
-    for (int64_t i = 0; i < lane.used; ++i) ++pairs->begin[lane.token[i] + 1];
+  for (int64_t t = 0; t < tokens; ++t) {
+    pairs->begin[t] = total;
+    for (int64_t share = 0; share < shares; ++share) {
+      total += std::exchange(next[share * tokens + t], total);
+    }
   }
-  for (int64_t t = 0; t < tokens; ++t) pairs->begin[t + 1] += pairs->begin[t];
+  pairs->begin[tokens] = total;
   pairs->neuron.resize(static_cast<size_t>(total));
   pairs->gate.resize(static_cast<size_t>(total));
   pairs->up.resize(static_cast<size_t>(total));
-  std::vector<int64_t> next(pairs->begin.begin(), pairs->begin.end() - 1);
-  for (const Tile& tile : tiles) {  // in order of neurons, whichever lane had them
-    const LanePairs& lane = lanes_[tile.lane];
-    for (size_t r = tile.begin; r < tile.end; ++r) {
-      const auto& run = lane.runs[r];
-      for (int64_t i = run.begin; i < run.begin + run.count; ++i) {
-        const int64_t place = next[lane.token[i]]++;
-        pairs->neuron[place] = run.neuron;
-        pairs->gate[place] = lane.gate[i];
-        pairs->up[place] = lane.up[i];
-      }
+  for_share([&](const LanePairs& lane, const LanePairs::Run& run, int64_t* of) {
+    for (int64_t i = run.begin; i < run.begin + run.count; ++i) {
+      const int64_t place = of[lane.token[i]]++;
+      pairs->neuron[place] = run.neuron;
+      pairs->gate[place] = lane.gate[i];
+      pairs->up[place] = lane.up[i];
     }
-  }
-  return true;
+  });
 }
 
 }  // namespace twell

@@ -58,7 +58,7 @@ bool sample_is_dense(const Block& block, const Kernels& kernels, const Limit& li
   if (density > limit.by_union) return true;
   const int64_t run = std::min(kNeighbours, block.tokens);
   const char* neighbours = at(block.x, (block.tokens - run) / 2 * block.hidden, block.dtype);
-  return active_shares(block, kernels, neighbours, run, std::min(groups, kCpuGroupsFew)).neurons > kCpuMaxUnion;
+  return active_shares(block, kernels, neighbours, run, std::min(groups, kCpuGroupsFew)).neurons > limit.neurons;
 }
 
 void count_pairs(const Part& part, Report* report) {
@@ -84,12 +84,12 @@ int64_t block_tokens(const Block& block, const Kernels& kernels) {
 
 Limit limit_of(const Block& block, const Kernels& kernels, bool training) {
   const bool amx = kernels.matrix_unit;  // which is of bfloat16 alone
-  if (training) return {amx ? kCpuTrainingMaxDensityAmx : kCpuTrainingMaxDensity, 0};
+  if (training) return {amx ? kCpuTrainingMaxDensityAmx : kCpuTrainingMaxDensity, 0, 0};
   const bool float32 = block.dtype == DType::kFloat32 && !block.s_gate;
   const DensityLimit* row = amx ? kCpuLimitsAmx : float32 ? kCpuLimitsFloat32 : kCpuLimits;
   while (row->tokens < block.tokens) ++row;
-  const bool by_union = !amx && !block.s_gate && block.tokens >= kNeighbours;
-  return {row->density, by_union ? kCpuUnionMaxDensity : 0};
+  if (block.s_gate || block.tokens < kNeighbours) return {row->density, 0, 0};
+  return {row->density, amx ? kCpuUnionMaxDensityAmx : kCpuUnionMaxDensity, amx ? kCpuMaxUnionAmx : kCpuMaxUnion};
 }
 
 int64_t save_pairs(const State& state, const TokenPairs& pairs, int64_t first_token, int64_t slot,
@@ -118,7 +118,8 @@ void forward(const Block& block, const Kernels& kernels, const Threads& threads,
   };
   if (block.tokens == 0) return;
   Limit limit = limit_of(block, kernels, state != nullptr);
-  limit = {std::min(max_density, limit.density), std::min(max_density, limit.by_union)};
+  limit.density = std::min(max_density, limit.density);
+  limit.by_union = std::min(max_density, limit.by_union);
   if (sample_is_dense(block, kernels, limit)) return go_dense(0, block.tokens);
 
   PairFinder finder(block, kernels, threads);

@@ -40,9 +40,9 @@ using DenseRange = std::function<void(int64_t first, int64_t last)>;
 
 // What decides whether a call is dense.
 struct Limit {
-  double density;  // up to which it is not
-  double
-      by_union;  // the density up to which it is not, either, where no more than kCpuMaxUnion of the neurons are active
+  double density;   // up to which it is not
+  double by_union;  // the density up to which it is not, either, where kNeighbours tokens activate no more than `neurons`
+  double neurons;   // a share of all
 };
 
 // Pairs of the tokens [first, last) (numbered from 0); false once they are so many that dense products are faster.
@@ -58,6 +58,12 @@ class PairFinder {
     std::vector<size_t> shared;
     Bytes rows, row;
   };
+  // Runs [begin, end) of a lane: what a tile of neurons has in a step's tokens.
+  struct Tile {
+    int lane;
+    size_t begin, end;
+  };
+  void by_token(const std::vector<Tile>& tiles, int64_t tokens, TokenPairs* pairs) const;
   void up_products(LanePairs& lane, size_t first_run, int64_t first_token, int64_t tokens, const char* x,
                    const char* panels, Scratch& scratch);
 

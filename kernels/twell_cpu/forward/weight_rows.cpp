@@ -22,14 +22,14 @@ void widen_rows(const WeightRows& w, DType dtype, const Kernels& kernels, int64_
 void rows_product(const WeightRows& w, DType dtype, const Kernels& kernels, const TokenRows& x, int64_t first,
                   int neurons, int64_t next, Bytes* scratch, float* out) {
   const int64_t count = x.count, columns = w.columns;
+  const void* ahead = w.scales ? nullptr : w.row(next, dtype);
   const auto product = [&](const void* rows, int64_t ld, int some, const float* bias, float* to) {
     if (x.panels && w.scales && kernels.gate_panels_widened) {
-      const int8_t* ahead = reinterpret_cast<const int8_t*>(w.row(next, dtype));
-      kernels.gate_panels_widened(x.panels, x.count, rows, ld, some, columns, ahead, w.ld, to, count);
+      const int8_t* narrow = reinterpret_cast<const int8_t*>(w.row(next, dtype));
+      kernels.gate_panels_widened(x.panels, x.count, rows, ld, some, columns, narrow, w.ld, to, count);
     } else if (x.panels) {
-      kernels.gate_panels(x.panels, x.count, rows, ld, some, columns, bias, to, count);
+      kernels.gate_panels(x.panels, x.count, rows, ld, some, columns, bias, ahead, to, count);
     } else {
-      const void* ahead = w.scales ? nullptr : w.row(next, dtype);
       kernels.gate(x.rows, columns, x.count, rows, ld, some, columns, bias, ahead, to, count);
     }
   };

@@ -17,8 +17,7 @@ const twell::Kernels* twell::kernels_amx(DType dtype) {
     table.pair_cells = 24;
     table.gate_panels_widened = nullptr;
     table.panels_from = table.int8_panels_from = table.fixed_until = table.screened_until = 8;
-    table.tile_neurons = 96;
-    table.few_tile_neurons = 192;
+    table.tile_neurons = table.few_tile_neurons = 192;
     table.block_bytes = 1 << 20;
     return table;
   }();

@@ -82,9 +82,10 @@ struct Kernels {
   void (*gate)(const void* x, int64_t ld_x, int tokens, const void* w, int64_t ld_w, int neurons, int64_t hidden,
                const float* bias, const void* next, float* out, int64_t ld_out);
 
-  // The same from panels that `pack_panel` made of kPanel tokens each; null where this set has no use for panels.
+  // The same from panels that `pack_panel` made of kPanel tokens each, `next` included; null where this set has no use
+  // for panels.
   void (*gate_panels)(const void* panels, int tokens, const void* w, int64_t ld_w, int neurons, int64_t hidden,
-                      const float* bias, float* out, int64_t ld_out);
+                      const float* bias, const void* next, float* out, int64_t ld_out);
   // Reorders up to kPanel tokens for gate_panels, zero-filled to `panel_bytes`.
   void (*pack_panel)(const void* x, int64_t ld_x, int tokens, int64_t hidden, void* panel);
 

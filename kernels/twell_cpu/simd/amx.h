@@ -144,9 +144,9 @@ inline void gate_amx_tile(const char* w, int64_t stride, int rows, int64_t bytes
 // A panel lies as tiles want their second operand, 16 units x 16 tokens of it; w as they want their first.
 template <int kF>
 inline void gate_amx_rows(const char* panels, int64_t panel_bytes, int tokens, const char* w, int64_t stride, int rows,
-                          int64_t bytes, bool first, const float* bias, float* out, int64_t ld_out) {
-  const int64_t passes = (tokens + 31) / 32, lines = rows * ((bytes + 63) / 64);
-  Fetch fetch{w + rows * stride, lines, (rows + passes - 1) / passes};
+                          int64_t bytes, bool first, const float* bias, const char* next, float* out, int64_t ld_out) {
+  const int64_t passes = (tokens + 31) / 32, lines = next ? rows * ((bytes + 63) / 64) : 0;
+  Fetch fetch{next, lines, (rows + passes - 1) / passes};
   for (int t = 0; t < tokens; t += 32) {
     const char* panel = panels + t / twell::kPanel * panel_bytes + t % twell::kPanel * 4;
     const int columns = tokens - t < 32 ? tokens - t : 32;
@@ -159,22 +159,25 @@ inline void gate_amx_rows(const char* panels, int64_t panel_bytes, int tokens, c
 }
 
 void gate_amx(const void* panels, int tokens, const void* w, int64_t ld_w, int neurons, int64_t hidden,
-              const float* bias, float* out, int64_t ld_out) {
+              const float* bias, const void* next, float* out, int64_t ld_out) {
   const TileSetup setup;
   const int64_t row_bytes = 2 * hidden, stride = 2 * ld_w, panel_bytes = twell::panel_bytes(row_bytes);
   constexpr int64_t kChunk = kStepsInCache * kTileBytes;
   for (int64_t at = 0; at < row_bytes; at += kChunk) {
     const int64_t bytes = row_bytes - at < kChunk ? row_bytes - at : kChunk;
     const char* part = static_cast<const char*>(panels) + at * twell::kPanel;
+    const char* column = static_cast<const char*>(w) + at;
     const bool last = at + bytes == row_bytes;
     for (int f = 0; f < neurons; f += 32) {
       const int rows = neurons - f < 32 ? neurons - f : 32;
-      const char* from = static_cast<const char*>(w) + f * stride + at;
+      const char* from = column + f * stride;
       const float* add = bias && last ? bias + f : nullptr;
+      const char* ahead = f + rows < neurons ? from + rows * stride : last ? static_cast<const char*>(next) : column + bytes;
+      float* to = out + f * ld_out;
       if (rows > 16) {
-        gate_amx_rows<2>(part, panel_bytes, tokens, from, stride, rows, bytes, at == 0, add, out + f * ld_out, ld_out);
+        gate_amx_rows<2>(part, panel_bytes, tokens, from, stride, rows, bytes, at == 0, add, ahead, to, ld_out);
       } else {
-        gate_amx_rows<1>(part, panel_bytes, tokens, from, stride, rows, bytes, at == 0, add, out + f * ld_out, ld_out);
+        gate_amx_rows<1>(part, panel_bytes, tokens, from, stride, rows, bytes, at == 0, add, ahead, to, ld_out);
       }
     }
   }

@@ -158,7 +158,7 @@ inline void gate_panel(const void* panel, int tokens, const void* w, int64_t ld_
 
 template <class Unit>
 void gate_panels(const void* panels, int tokens, const void* w, int64_t ld_w, int neurons, int64_t hidden,
-                 const float* bias, float* out, int64_t ld_out) {
+                 const float* bias, const void*, float* out, int64_t ld_out) {
   const int64_t bytes = twell::panel_bytes(hidden * static_cast<int64_t>(sizeof(typename Unit::Element)));
   const char* panel = static_cast<const char*>(panels);
   for (int t = 0; t < tokens; t += twell::kPanel, panel += bytes) {

@@ -146,7 +146,7 @@ inline void wide_tokens(const void* panels, int tokens, const void* w, int64_t l
 // Each tile fills the registers: as many neurons as the tokens' vectors leave room for.
 template <class Simd, class T>
 void gate_wide(const void* panels, int tokens, const void* w, int64_t ld_w, int neurons, int64_t hidden,
-               const float* bias, float* out, int64_t ld_out) {
+               const float* bias, const void*, float* out, int64_t ld_out) {
   const int vectors = (tokens + Simd::kLanes - 1) / Simd::kLanes;
   const auto run = [&](auto kernel) { kernel(panels, tokens, w, ld_w, neurons, hidden, bias, out, ld_out); };
   if constexpr (kStripVectors<Simd> == 4) {
