@@ -12,7 +12,6 @@ from tests import one_step
 from tests.conftest import tiny_llama
 from tests.ffn_cases import (
     DTYPES,
-    ISAS,
     KINDS,
     Operators,
     assert_as_good_as_eager,
@@ -140,7 +139,7 @@ def test_many_dense_tokens_take_kernels_where_they_share_neurons(isa, dtype):
 
 @pytest.mark.parametrize("tokens", [16, 300])
 def test_neurons_may_be_sorted(isa, tokens):
-    """A tenth of them is active for all tokens: kernels' work, also where those are the first ones. On AMX a twentieth."""
+    """A tenth of them is active for all tokens (with AMX a twentieth): kernels' work, also where they are the first."""
     case = make_case(tokens, 40, 4000, 0.0, torch.bfloat16)
     case["w_gate"][: 200 if isa == "amx" else 400, :KINDS] = 2.0
     assert not runs_matmuls(case)

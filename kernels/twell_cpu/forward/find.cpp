@@ -47,8 +47,8 @@ bool screening_pays(const FixedPointKernels& kernels, const WeightRows& gate, in
   return static_cast<double>(whole) < kMost * static_cast<double>(rows * count);
 }
 
-// Of runs whose rows are to be a product's, those that tiles hold well: the last tile is at least half full. The runs that
-// go have the fewest pairs.
+// Of runs whose rows are to be a product's, those that tiles hold well: the last tile is at least half full. The runs
+// that go have the fewest pairs.
 void leave_whole_tiles(const LanePairs& lane, std::vector<size_t>* runs) {
   const size_t rest = runs->size() % kTileRows;
   if (rest >= kTileRows / 2) return;
@@ -202,8 +202,8 @@ bool PairFinder::find(int64_t first, int64_t last, const Limit& limit, TokenPair
     const double rows = static_cast<double>(seen[lane_index * 8 + 1] += neurons);
     const double cells = static_cast<double>(seen[lane_index * 8] += neurons * count);
     const auto denser = [&](double share) { return static_cast<double>(lane.used) > share * cells + spare_pairs; };
-    // Active in one of the tokens or more. These may be more than kNeighbours, and share less: so on a matrix unit, too,
-    // the limit is the wider one.
+    // Active in one of the tokens or more. These may be more than kNeighbours, and share less: so on a matrix unit,
+    // too, the limit is the wider one.
     const double active_rows = static_cast<double>(lane.runs.size());
     if (denser(limit.density) && (denser(limit.by_union) || active_rows > kCpuMaxUnion * rows + spare_rows)) {
       too_dense.store(true, std::memory_order_relaxed);
@@ -223,11 +223,12 @@ bool PairFinder::find(int64_t first, int64_t last, const Limit& limit, TokenPair
   return true;
 }
 
-// Pairs of tiles in order of their neurons, sorted by token. Each thread counts the pairs of its share of the tiles, and
-// then knows where they go.
+// Pairs of tiles in order of their neurons, sorted by token. Each thread counts the pairs of its share of the tiles,
+// and then knows where they go.
 void PairFinder::by_token(const std::vector<Tile>& tiles, int64_t tokens, TokenPairs* pairs) const {
   const int64_t shares = tokens > kPanel ? threads_.count : 1, count = static_cast<int64_t>(tiles.size());
-  std::vector<int64_t> next(static_cast<size_t>(shares * tokens), 0);  // [share][token]: pairs, then the next one's place
+  std::vector<int64_t> next(static_cast<size_t>(shares * tokens),
+                            0);  // [share][token]: pairs, then the next one's place
   const auto for_share = [&](const auto& run_of) {
     for_items(threads_, shares, [&](int, int64_t share) {
       for (int64_t i = share * count / shares; i < (share + 1) * count / shares; ++i) {

@@ -40,9 +40,10 @@ using DenseRange = std::function<void(int64_t first, int64_t last)>;
 
 // What decides whether a call is dense.
 struct Limit {
-  double density;   // up to which it is not
-  double by_union;  // the density up to which it is not, either, where kNeighbours tokens activate no more than `neurons`
-  double neurons;   // a share of all
+  double density;  // up to which it is not
+  double
+      by_union;  // the density up to which it is not, either, where kNeighbours tokens activate no more than `neurons`
+  double neurons;  // a share of all
 };
 
 // Pairs of the tokens [first, last) (numbered from 0); false once they are so many that dense products are faster.

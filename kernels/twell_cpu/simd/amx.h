@@ -172,7 +172,9 @@ void gate_amx(const void* panels, int tokens, const void* w, int64_t ld_w, int n
       const int rows = neurons - f < 32 ? neurons - f : 32;
       const char* from = column + f * stride;
       const float* add = bias && last ? bias + f : nullptr;
-      const char* ahead = f + rows < neurons ? from + rows * stride : last ? static_cast<const char*>(next) : column + bytes;
+      const char* ahead = f + rows < neurons ? from + rows * stride
+                          : last             ? static_cast<const char*>(next)
+                                             : column + bytes;
       float* to = out + f * ld_out;
       if (rows > 16) {
         gate_amx_rows<2>(part, panel_bytes, tokens, from, stride, rows, bytes, at == 0, add, ahead, to, ld_out);
