@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 from transformers import Trainer
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 from hf_twell.blocks.architectures import decoder_of, dense_ffns
 from hf_twell.blocks.batches import token_weight
@@ -78,7 +79,7 @@ class Distillation:
         self._outputs: list[torch.Tensor] | None = None  # of the parent's blocks, while it reads a micro-batch
         self._ran = False  # since the last report
         self._backend: str | None = None
-        self._gives_loss = False  # whether the trainer that it joined computes the loss that `_loss` does
+        self._gives_loss_of: Trainer | None = None  # the trainer that it joined, if that computes the loss that `_loss` does
         # Backward adds to the gradient of each: the total, and the tokens or blocks that it is of. So nothing but
         # autograd is needed to report, in compiled models too.
         self._sums = {"kl": new_tally(2), "layer_error": new_tally(2)}
@@ -96,7 +97,7 @@ class Distillation:
             for part in layers if plugin.use_regional_compilation else [decoder]:
                 part.compile(backend=args.torch_compile_backend)
             self._backend = args.torch_compile_backend
-        self._gives_loss = bool(self.logits) and computes_causal_loss(trainer)
+        self._gives_loss_of = trainer if self.logits and computes_causal_loss(trainer) else None
 
     def _loss(
         self, outputs: Mapping, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None = None
@@ -104,6 +105,8 @@ class Distillation:
         """Trainer's `compute_loss_func` of a micro-batch: the task loss, with the gradient of the whole objective."""
         batch = self._batch
         assert batch is not None
+        if not torch.is_grad_enabled():  # another callback evaluates meanwhile
+            return ForCausalLMLoss(outputs["logits"], labels, outputs["logits"].shape[-1], num_items_in_batch)
         if batch.logits is None:
             raise ValueError(
                 "the model did not call the output head that it had when the Distillation was made; make it after what "
@@ -151,7 +154,7 @@ class Distillation:
         finally:
             self._outputs = None
         weight = torch.ones(hidden.shape[:2], device=hidden.device) if weight is None else weight.to(hidden.device)
-        joined = trainer if self._gives_loss else None
+        joined = trainer if trainer is self._gives_loss_of else None
         self._batch = _Batch(
             hidden,
             outputs,

@@ -232,6 +232,15 @@ def test_the_time_is_told_by_that_of_a_forward_pass(told_seconds):
     assert told_seconds(100_000, 2e-3, compiled=True) == 7 * 60
 
 
+def test_a_forward_pass_is_timed_in_the_precision_of_training(tmp_path):
+    trainer = make_trainer(tmp_path, bf16=True)
+    dtypes = []
+    trainer.model.model.layers[0].self_attn.q_proj.register_forward_hook(lambda *args: dtypes.append(args[2].dtype))
+    measured.forward_seconds(trainer, PackedText.of(torch.arange(64).view(2, 32)))
+    trainer.train()
+    assert set(dtypes) == {torch.bfloat16}, dtypes
+
+
 def rows_in(path: str) -> list[dict]:
     return [json.loads(line) for line in (ROOT / path).read_text().splitlines()]
 

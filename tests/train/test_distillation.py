@@ -128,7 +128,7 @@ def test_no_task_loss_is_spared_in_evaluation_and_after(tmp_path):
     teacher = Distillation(model, one_step.parent(), **ALONE)
     callback = SparsityCallback(trainer, 0.0, distillation=teacher)
     trainer.add_callback(callback)
-    assert teacher._gives_loss
+    assert teacher._gives_loss_of is trainer
     assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-6)
     callback.detach()
     assert trainer.compute_loss_func is None

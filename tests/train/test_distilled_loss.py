@@ -191,6 +191,36 @@ def test_evaluation_gives_it_too_where_a_training_broke_off(tmp_path):
     assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-6), kept
 
 
+def test_a_callback_may_evaluate_within_a_micro_batch(tmp_path):
+    trainer, found = one_step.make_trainer(tmp_path), []
+    trainer.eval_dataset = one_step.rows()
+    expected = trainer.evaluate()["eval_loss"]
+
+    class Evaluates(tf.TrainerCallback):
+        def on_step_begin(self, args, state, control, **others):
+            found.append(trainer.evaluate()["eval_loss"])
+
+    trainer.add_callback(Evaluates)
+    trainer.add_callback(SparsityCallback(trainer, 0.0, distillation=Distillation(trainer.model, one_step.parent())))
+    trainer.train()
+    assert found == pytest.approx([expected], rel=1e-6)
+
+
+def test_a_teacher_of_two_trainers_leaves_the_first_its_loss(tmp_path):
+    first = one_step.make_trainer(tmp_path, label_smoothing_factor=0.1)
+    second = one_step.make_trainer(tmp_path, model=first.model)
+    teacher = Distillation(first.model, one_step.parent())
+    for trainer in (first, second):
+        teacher.join(trainer)
+    batch = one_step.pad(one_step.rows())
+    for trainer, replaced in ((first, False), (second, True)):
+        with teacher.micro_batch(batch, torch.ones(()), trainer=trainer):
+            assert (trainer.compute_loss_func is not None) == replaced
+            outputs = first.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+            if replaced:
+                trainer.compute_loss_func(outputs, batch["labels"])
+
+
 def test_another_head_than_the_teacher_was_given_is_refused(tmp_path):
     trainer = one_step.make_trainer(tmp_path)
     trainer.add_callback(SparsityCallback(trainer, 0.0, distillation=Distillation(trainer.model, one_step.parent())))

@@ -261,7 +261,7 @@ def test_a_new_callback_keeps_what_it_brings(tmp_path):
     for _ in range(2):
         callback = SparsityCallback(trainer, 0.0, distillation=teacher)
         assert len(trainer.model._forward_pre_hooks) == 1, "which warns of a training without the term"
-        assert teacher._gives_loss
+        assert teacher._gives_loss_of is trainer
     callback.detach()
     assert not trainer.model._forward_pre_hooks
     assert trainer.compute_loss_func is None
