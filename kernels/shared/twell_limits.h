@@ -43,7 +43,7 @@ constexpr int64_t kCpuGroupsFew = 18;
 constexpr int64_t kCpuGroupsMany = 36;
 constexpr int64_t kCpuGroupsTokens = 64;
 // Then it counts what it finds, and gives up above the limit's share of what it has seen and this: a share of all
-// neurons or those of one work item, and so many pairs a token.
+// neurons, or those of one work item where that is more, and so many pairs a token.
 constexpr double kCpuCountSpare = 0.02;
 constexpr int64_t kCpuCountSparePairs = 4;
 

@@ -13,6 +13,7 @@ namespace {
 // How the kernels share out their work, and not whether they do it.
 constexpr size_t kTileRows = 16;        // of matrix units
 constexpr int64_t kNarrowest = 48;      // neurons of an item, where wider ones are too few to keep all threads busy
+constexpr int64_t kShares = 8;          // of pairs to be sorted, at most, as one thread goes through what each has counted
 constexpr int64_t kItemsPerThread = 4;  // at least
 constexpr int64_t kScreenedFrom = 8;    // tokens; for fewer, the rows' norms cost what low digits do
 
@@ -226,7 +227,8 @@ bool PairFinder::find(int64_t first, int64_t last, const Limit& limit, TokenPair
 // Pairs of tiles in order of their neurons, sorted by token. Each thread counts the pairs of its share of the tiles,
 // and then knows where they go.
 void PairFinder::by_token(const std::vector<Tile>& tiles, int64_t tokens, TokenPairs* pairs) const {
-  const int64_t shares = tokens > kPanel ? threads_.count : 1, count = static_cast<int64_t>(tiles.size());
+  const int64_t shares = tokens > kPanel ? std::min(kShares, static_cast<int64_t>(threads_.count)) : 1;
+  const int64_t count = static_cast<int64_t>(tiles.size());
   std::vector<int64_t> next(static_cast<size_t>(shares * tokens),
                             0);  // [share][token]: pairs, then the next one's place
   const auto for_share = [&](const auto& run_of) {

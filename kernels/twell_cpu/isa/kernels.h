@@ -82,8 +82,8 @@ struct Kernels {
   void (*gate)(const void* x, int64_t ld_x, int tokens, const void* w, int64_t ld_w, int neurons, int64_t hidden,
                const float* bias, const void* next, float* out, int64_t ld_out);
 
-  // The same from panels that `pack_panel` made of kPanel tokens each, `next` included; null where this set has no use
-  // for panels.
+  // The same from panels that `pack_panel` made of kPanel tokens each; null where this set has no use for panels. Tiles
+  // alone fetch `next`.
   void (*gate_panels)(const void* panels, int tokens, const void* w, int64_t ld_w, int neurons, int64_t hidden,
                       const float* bias, const void* next, float* out, int64_t ld_out);
   // Reorders up to kPanel tokens for gate_panels, zero-filled to `panel_bytes`.
