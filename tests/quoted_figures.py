@@ -559,8 +559,8 @@ def bench() -> Entries:
         requested_l0=535,
         took="plain matmuls",
     )
-    text = "At {:.1f} %, union {:.0f} %, blocks take plain matmuls there"
-    yield text, 100 * plain["density"], 100 * plain["unions"]["64"]
+    text = "At {:.1f} %, where 128 tokens have a union of {:.0f} %, blocks take plain matmuls there"
+    yield text, 100 * plain["density"], 100 * plain["unions"]["128"]
     ours = row(
         "kernels/twell_cpu/bench/xeon-avx512-shared-2026-11-28/bench.jsonl",
         tokens=1024,
@@ -692,8 +692,8 @@ def backends() -> Entries:
     )
     yield text, *with_amx, 100 * limit("kCpuTrainingMaxDensityAmx")
     unions = [100 * limit(f"kCpu{name}{amx}") for amx in ("", "Amx") for name in ("UnionMaxDensity", "MaxUnion")]
-    text = "also up to {:.0f} % where their union is at most {:.0f} %; with AMX up to {:.0f} % and a union of {:.0f} %"
-    yield text, *unions
+    text = "also up to {:.0f} % where 128 neighbours have a union of at most {:.0f} %"
+    yield f"{text}; in bfloat16 with AMX up to {{:.0f}} % and a union of {{:.0f}} %", *unions
     one, many = block(CPU, 1, dtype="bfloat16"), block(CPU, 1024, dtype="bfloat16")
     yield "a block takes {:.2f} ms instead of {:.2f} for one token", one["sparse_ms"], least(one, "ms", *DENSE)
     yield "and {:.0f} instead of {:.0f} for 1,024", many["sparse_ms"], least(many, "ms", *DENSE)
@@ -956,8 +956,8 @@ def quantization() -> Entries:
 def serving() -> Entries:
     engine, vllm = "hf_twell/serving/vllm_engine.py", "tests/vllm_engines.py"
     yield "vLLM asks for {:.0f} % of the memory", 100 * constant(engine, "MEMORY_SHARE")
-    on_cpu = [100 * limit(name) for name in ("kVllmCpuMaxDensity", "kVllmCpuInt8MaxDensity")]
-    yield "densities of up to {:.0f} %; with int8 weights, of up to {:.0f} %", *on_cpu
+    on_cpu = [100 * limit(f"kVllmCpu{kind}") for kind in ("MaxDensity", "MaxDensityAmx", "Int8MaxDensity")]
+    yield "of up to {:.0f} %, in bfloat16 with AMX {:.1f} %; with int8 weights, of up to {:.0f} %", *on_cpu
     for text in ("up to {:.0f} % active, or where", "at most {:.0f} % active neurons"):
         yield text, 100 * limit("kVllmCuda8BitMaxDensity")
     same = exponential(constant(vllm, "SAME"))

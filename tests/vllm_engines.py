@@ -57,7 +57,7 @@ def tiny(family="llama", seed=0, **changes):
     return model(config(**{**SIZES, **changes})).eval()
 
 
-def save(model, folder, density=0.03, **entry) -> str:
+def save(model, folder, density=0.02, **entry) -> str:
     """Make it a sparse checkpoint whose `twell` entry holds each layer's density, or none."""
     hf_twell.unpatch(hf_twell.sparsify(model)).save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())

@@ -180,8 +180,8 @@ def max_density(key: CallKey, on_kernels: bool = False) -> float:
     if key.rival == "torch":
         return most
     # There a block goes one way at all numbers of tokens: the way of many.
-    many = limit(table)[-1][1]
-    return min(most, many, limit("kVllmCpuInt8MaxDensity" if key.weights == torch.int8 else "kVllmCpuMaxDensity"))
+    vllm = "kVllmCpuInt8MaxDensity" if key.weights == torch.int8 else f"kVllmCpuMaxDensity{_amx(key)}"
+    return min(most, limit(table)[-1][1], limit(vllm))
 
 
 def max_density_of_size(key: CallKey) -> float:

@@ -79,7 +79,7 @@ class Distillation:
         self._outputs: list[torch.Tensor] | None = None  # of the parent's blocks, while it reads a micro-batch
         self._ran = False  # since the last report
         self._backend: str | None = None
-        self._gives_loss_of: Trainer | None = None  # the trainer that it joined, if that computes the loss that `_loss` does
+        self._gives_loss_of: Trainer | None = None  # the trainer that it joined, if `_loss` is what that computes
         # Backward adds to the gradient of each: the total, and the tokens or blocks that it is of. So nothing but
         # autograd is needed to report, in compiled models too.
         self._sums = {"kl": new_tally(2), "layer_error": new_tally(2)}

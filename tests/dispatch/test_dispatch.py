@@ -107,6 +107,13 @@ def test_a_cpus_limits_by_tokens_and_dtype(amx):
         assert max_density(cpu_key(tokens, BF16, amx=amx)) == (with_units if amx else most)
 
 
+@pytest.mark.parametrize(("amx", "most"), [(False, 0.05), (True, 0.025)])
+def test_beside_vllms_matmuls_on_a_cpu_all_tokens_have_one_limit(amx, most):
+    for tokens in (1, 64, 1024):
+        key = cpu_key(tokens, BF16, amx=amx, rival="vllm")
+        assert (max_density(key), max_density(key._replace(weights=torch.int8))) == (most, 0.02)
+
+
 def test_a_cpus_limits_of_small_matrices(monkeypatch):
     monkeypatch.undo()  # sizes as users have them
 

@@ -117,7 +117,7 @@ def test_families_give_the_tokens_of_transformers(run, tmp_path):
     *results, untouched = run(runs)
     for result, (first, second) in zip(results, references, strict=True):
         assert "error" not in result, result
-        assert result["lines"] == [SPARSE_LINE + "3.00% to 3.00%, from the checkpoint's twell entry"]
+        assert result["lines"] == [SPARSE_LINE + "2.00% to 2.00%, from the checkpoint's twell entry"]
         assert result["blocks"] == ["SparseFfn"] * 2
         assert result["calls"][0]["tokens"] == first["tokens"]
         assert result["calls"][1]["tokens"] == second["tokens"]
@@ -142,7 +142,7 @@ def test_the_density_decides_which_way_a_block_goes(run, tmp_path):
     sparse = [0, 1]
     cases = [
         # What is given, what the line says, and which blocks are sparse.
-        (path, {}, "at densities of 3.00% to 3.00%, from the checkpoint's twell entry", sparse),
+        (path, {}, "at densities of 2.00% to 2.00%, from the checkpoint's twell entry", sparse),
         (path, override(0.5), "they are plain ReLU blocks: they are too dense for kernels to be faster", []),
         (path, override([0.5, 0.01]), "at densities of 1.00% to 1.00%, from additional_config['hf_twell']", [1]),
         (unknown, {}, "density is not known; to use kernels, store it with `hf-twell sparsify MODEL OUT --text", []),

@@ -14,7 +14,7 @@ from tests.convert.test_own_type import MROPE, TOKENS, VISION, dense
 from tests.serving.test_vllm import BF16, EAGER, FP32, SEVERAL, SPARSE_LINE, in_vllm, kernel_rows
 from tests.vllm_engines import AS_NEAR, PYTHON, SAME, SIZES, distance, environment, expected, save
 
-LINE = SPARSE_LINE + "3.00% to 3.00%, from the checkpoint's twell entry"
+LINE = SPARSE_LINE + "2.00% to 2.00%, from the checkpoint's twell entry"
 LINEAR = {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 64, "value_head_dim": 64}
 TEXT = {
     **SIZES,

@@ -11,9 +11,9 @@ namespace twell {
 namespace {
 
 // How the kernels share out their work, and not whether they do it.
-constexpr size_t kTileRows = 16;        // of matrix units
-constexpr int64_t kNarrowest = 48;      // neurons of an item, where wider ones are too few to keep all threads busy
-constexpr int64_t kShares = 8;          // of pairs to be sorted, at most, as one thread goes through what each has counted
+constexpr size_t kTileRows = 16;    // of matrix units
+constexpr int64_t kNarrowest = 48;  // neurons of an item, where wider ones are too few to keep all threads busy
+constexpr int64_t kShares = 8;      // of pairs to be sorted, at most, as one thread goes through what each has counted
 constexpr int64_t kItemsPerThread = 4;  // at least
 constexpr int64_t kScreenedFrom = 8;    // tokens; for fewer, the rows' norms cost what low digits do
 

@@ -21,7 +21,8 @@ struct Shares {
 // Of tokens whose rows are these, by so many groups of neurons; they lie all over the matrix, as neurons may be sorted.
 Shares active_shares(const Block& block, const Kernels& kernels, const char* rows, int64_t tokens, int64_t groups) {
   Bytes scratch, panels;
-  if (kernels.matrix_unit && tokens > kPanel) {  // else a sample's part of a call would be large, where products are fast
+  if (kernels.matrix_unit &&
+      tokens > kPanel) {  // else a sample's part of a call would be large, where products are fast
     const int64_t bytes = panel_bytes(block.hidden * kernels.panel_element);
     panels.reserve((tokens + kPanel - 1) / kPanel * bytes);
     for (int64_t t = 0; t < tokens; t += kPanel) {
@@ -36,8 +37,8 @@ Shares active_shares(const Block& block, const Kernels& kernels, const char* row
   int64_t pairs = 0, neurons = 0;
   for (int64_t group = 0; group < groups; ++group) {
     const int64_t f = group * (block.width - kCpuGroupNeurons) / std::max<int64_t>(groups - 1, 1);
-    rows_product(gate_rows(block), block.dtype, kernels, {rows, panels.data(), static_cast<int>(tokens)}, f, kCpuGroupNeurons,
-                 f, &scratch, values.data());
+    rows_product(gate_rows(block), block.dtype, kernels, {rows, panels.data(), static_cast<int>(tokens)}, f,
+                 kCpuGroupNeurons, f, &scratch, values.data());
     for (int64_t n = 0; n < kCpuGroupNeurons; ++n) {
       const int active =
           kernels.pack(values.data() + n * tokens, static_cast<int>(tokens), 0, position.data(), kept.data());
