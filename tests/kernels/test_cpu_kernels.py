@@ -124,6 +124,15 @@ def runs_matmuls(case):
     return any(event.name == "aten::linear" for event in profile.events())
 
 
+@pytest.mark.parametrize("tokens", [16, 33, 65, 300])
+def test_rows_that_all_share_beside_rows_of_few(isa, tokens):
+    """So few that a matrix unit has them, too: one whole tile of rows and five more, which are gathered."""
+    case = make_case(tokens, 40, 1005, 0.005, torch.bfloat16, biases=True)
+    case["w_gate"][:21, :KINDS] = 2.0
+    assert not runs_matmuls(case)
+    assert_as_good_as_eager(cpu_ffn, case)
+
+
 def test_many_dense_tokens_take_kernels_where_they_share_neurons(isa, dtype):
     """As many pairs are active in either case: of the same neurons for all tokens, or of others for each kind."""
     every = 12 if isa == "amx" and dtype == torch.bfloat16 else 4  # above the limit of density, below that by union
