@@ -537,38 +537,22 @@ def of_count_term(activity: str) -> tuple[float, float]:
 
 def bench() -> Entries:
     yield from speed()
+
+    def of_sharing(processor, dtype="bfloat16", tokens=1024, l0=327):
+        path = f"kernels/twell_cpu/bench/xeon-{processor}/bench.jsonl"
+        return row(path, dtype=dtype, tokens=tokens, requested_l0=l0)
+
+    avx512, as_avx2, amx = "avx512-shared-2026-11-28", "as-avx2-shared-2026-11-28", "amx-shared-2026-11-30"
+    columns = ((avx512, "bfloat16"), (avx512, "float32"), (as_avx2, "float32"), (amx, "bfloat16"))
     for tokens in (16, 128, 1024):
-        shared = [
-            row(
-                f"kernels/twell_cpu/bench/xeon-{how}/bench.jsonl",
-                dtype=dtype,
-                tokens=tokens,
-                requested_l0=327,
-            )
-            for how, dtype in (
-                ("avx512-shared-2026-11-28", "bfloat16"),
-                ("avx512-shared-2026-11-28", "float32"),
-                ("as-avx2-shared-2026-11-28", "float32"),
-                ("amx-shared-2026-11-30", "bfloat16"),
-            )
-        ]
+        shared = [of_sharing(*column, tokens) for column in columns]
         yield "| {:,} | {:.2f} | {:.2f} | {:.2f} | {:.2f} |", tokens, *map(speedup, shared)
-    plain = row(
-        "kernels/twell_cpu/bench/xeon-amx-shared-2026-11-30/bench.jsonl",
-        tokens=1024,
-        requested_l0=535,
-        took="plain matmuls",
-    )
-    text = "At {:.1f} %, where 128 tokens have a union of {:.0f} %, blocks take plain matmuls there"
-    yield text, 100 * plain["density"], 100 * plain["unions"]["128"]
-    ours = row(
-        "kernels/twell_cpu/bench/xeon-avx512-shared-2026-11-28/bench.jsonl",
-        tokens=1024,
-        requested_l0=327,
-        dtype="float32",
-    )
+    ours, denser = of_sharing(avx512, "float32"), of_sharing(amx, l0=535)
     text = "where {:.1f} % of the neurons are active and 64 neighbours share a union of {:.0f} %"
     yield text, 100 * ours["density"], 100 * ours["unions"]["64"]
+    assert denser["took"] == "plain matmuls"
+    text = "At {:.1f} %, where 128 tokens have a union of {:.0f} %, blocks take plain matmuls there"
+    yield text, 100 * denser["density"], 100 * denser["unions"]["128"]
     counted = [value for each in ("2", "0.5") for value in of_count_term(each)]
     yield "{:.2f} at {:.1f} % and {:.2f} at {:.1f} % in another run", *counted
     yield "kernels pay up to a union of {:.0f} %", 100 * limit("kCudaUnionLimits")[-1][2]  # of a block of this size

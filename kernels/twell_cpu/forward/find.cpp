@@ -229,8 +229,8 @@ bool PairFinder::find(int64_t first, int64_t last, const Limit& limit, TokenPair
 void PairFinder::by_token(const std::vector<Tile>& tiles, int64_t tokens, TokenPairs* pairs) const {
   const int64_t shares = tokens > kPanel ? std::min(kShares, static_cast<int64_t>(threads_.count)) : 1;
   const int64_t count = static_cast<int64_t>(tiles.size());
-  std::vector<int64_t> next(static_cast<size_t>(shares * tokens),
-                            0);  // [share][token]: pairs, then the next one's place
+  // [share][token]: pairs, then the next one's place
+  std::vector<int64_t> next(static_cast<size_t>(shares * tokens), 0);
   const auto for_share = [&](const auto& run_of) {
     for_items(threads_, shares, [&](int, int64_t share) {
       for (int64_t i = share * count / shares; i < (share + 1) * count / shares; ++i) {

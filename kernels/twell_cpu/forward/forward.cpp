@@ -21,8 +21,7 @@ struct Shares {
 // Of tokens whose rows are these, by so many groups of neurons; they lie all over the matrix, as neurons may be sorted.
 Shares active_shares(const Block& block, const Kernels& kernels, const char* rows, int64_t tokens, int64_t groups) {
   Bytes scratch, panels;
-  if (kernels.matrix_unit &&
-      tokens > kPanel) {  // else a sample's part of a call would be large, where products are fast
+  if (kernels.matrix_unit && tokens > kPanel) {  // where products are fast, a sample by rows would be long beside them
     const int64_t bytes = panel_bytes(block.hidden * kernels.panel_element);
     panels.reserve((tokens + kPanel - 1) / kPanel * bytes);
     for (int64_t t = 0; t < tokens; t += kPanel) {
