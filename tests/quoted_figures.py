@@ -40,6 +40,7 @@ TRIALS, SNIPPET, DEMO = (
 QUANTIZED = "model_cards/smollm2/quantized.jsonl"
 QWEN = "model_cards/qwen2.5-coder-0.5b/rows.jsonl"
 QWEN_OWN_TEXT = "model_cards/qwen2.5-coder-0.5b/rows_own_text.jsonl"
+QWEN_LARGER = "model_cards/qwen2.5-coder-1.5b/rows.jsonl"
 QWEN_CPU = "model_cards/qwen2.5-coder-0.5b/speed_cpu.jsonl"
 QWEN_SPEED = "model_cards/qwen2.5-coder-0.5b/speed.jsonl"
 
@@ -394,6 +395,16 @@ def quality() -> Entries:
     yield "Their losses end {:.0f} to {:.0f} % above the parent's", *span(ends)
     (excess,) = {f"{above(qwen(run), qwen('parent'), qwen('dense-26M')):.0f}" for run in QWEN_RUNS}
     yield "by text, and {} % above a dense control's", excess
+    larger, parent = (qwen(run, QWEN_LARGER) for run in ("union25", "parent"))
+    assert all(ours > theirs for ours, theirs in zip(accuracies(larger), accuracies(qwen("parent")), strict=True))
+    trained, losses = larger["training"], parent["losses"].items()
+    yield "with {:.0f}M tokens, ended at a union", trained["tokens"] / 1e6
+    yield "ended at a union of {:.1f} % and {:.1f} % active", 100 * trained["union"]["64"], 100 * trained["density"]
+    ends = span([100 * (larger["losses"][text] / loss - 1) for text, loss in losses])
+    text = (
+        "It keeps {:.0f} % of the tasks, and its losses are {:.0f} to {:.0f} % above the parent's. In each of the four"
+    )
+    yield text, kept_of_better(larger, parent), *ends
     coder, few = (qwen(run, QWEN_OWN_TEXT) for run in ("ten-half-57M", "union25-half"))
     yield "The parent solves {:.0f} % of HumanEval", solved(qwen("parent")["written"])
     yield "among {:.0f}M tokens, one solved {:.1f} %", few["training"]["tokens"] / 1e6, solved(few["written"])

@@ -96,6 +96,8 @@ def five_steps(
     elif train is None:
         what = "tokenizing training text"
         train = PackedText(tokenizer, recipe.train, length, assistant_only=only, description=what)
+    if args.torch_compile and isinstance(train, PackedText):  # a smaller batch, an epoch's last, is compiled by itself
+        train = train.in_whole_batches(args.train_batch_size * args.world_size)
     if heldout is None:
         what = "tokenizing held-out text"
         heldout = PackedText(tokenizer, recipe.heldout, length, assistant_only=only, description=what)

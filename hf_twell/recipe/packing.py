@@ -106,6 +106,12 @@ class PackedText(torch.utils.data.Dataset):
         packed.sequences = packed.labels = sequences
         return packed
 
+    def in_whole_batches(self, size: int) -> "PackedText":
+        """Without the last sequences that do not fill a batch of so many; itself where there is no whole one."""
+        whole = PackedText.of(self.sequences[: len(self) // size * size])
+        whole.labels = self.labels[: len(whole)]
+        return whole if len(whole) else self
+
     def __len__(self) -> int:
         return len(self.sequences)
 

@@ -16,7 +16,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import hf_twell
 from hf_twell.cli import main
 from hf_twell.files.text import read_documents
+from hf_twell.recipe.finetune import finetune
+from hf_twell.recipe.packing import PackedText
 from hf_twell.recipe.schema import load_recipe
+from hf_twell.recipe.trainer import PackedTrainer
 from tests.conftest import finished, fsdp2, one_of, shared_path
 from tests.paths import HELDOUT, MODEL, ROOT
 from tests.rounding import rounding
@@ -134,6 +137,29 @@ def test_every_recipe_runs_two_steps(name, text, tmp_path, run_json):
     elif not name.startswith("demo"):
         assert "NOT RUN" in head
         assert "streaming: true" in recipe.read_text() or name.startswith("qwen2.5-coder")  # of local text
+
+
+@pytest.mark.parametrize(("compiled", "sizes"), [(True, [2, 2, 2, 2]), (False, [2, 2, 1, 2, 2, 1])])
+def test_a_compiled_run_has_batches_of_one_size(compiled, sizes, text, tmp_path, monkeypatch):
+    """Another size would be compiled by itself, in the midst of the run: two epochs of five sequences."""
+    seen = []
+    step = PackedTrainer.training_step
+    monkeypatch.setattr(
+        PackedTrainer, "training_step", lambda *args: seen.append(len(args[2]["input_ids"])) or step(*args)
+    )
+    changes = [f"model={MODEL}", *small(text, tmp_path / "out", 2, 2), "training.max_steps=-1"]
+    changes += ["training.num_train_epochs=2", "training.save_strategy=no", f"training.torch_compile={compiled}"]
+    if compiled:
+        changes.append("training.torch_compile_backend=eager")
+    sequences = PackedText.of(torch.arange(5 * 32).view(5, 32))
+    finetune(load_recipe(ROOT / "recipes" / "demo.yaml", changes), train=sequences)
+    assert seen == sizes
+
+
+def test_text_of_less_than_a_batch_stays_whole():
+    text = PackedText.of(torch.arange(6).view(3, 2))
+    assert len(text.in_whole_batches(2)) == 2
+    assert len(text.in_whole_batches(4)) == 3
 
 
 def test_the_recipe_is_the_row_of_the_study(text):
