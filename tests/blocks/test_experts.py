@@ -111,11 +111,12 @@ def test_saves_what_lies_by_columns(name, weight, tmp_path):
     assert weight.is_contiguous()
 
 
+@pytest.mark.parametrize("backend", ["cpu", "auto"])  # by kernels, and as so small experts are: by matmuls
 @pytest.mark.parametrize("per_token", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shift", [-2.0, 0.0, 100.0])
 @torch.no_grad()
-def test_llama_4s_mixture_is_exact(per_token, dtype, shift):
+def test_llama_4s_mixture_is_exact(backend, per_token, dtype, shift):
     """A layer's whole mixture, beside its own class in the same type and in float64, its router as it is by then."""
     torch.manual_seed(0)
     config = Llama4TextConfig(
@@ -132,21 +133,36 @@ def test_llama_4s_mixture_is_exact(per_token, dtype, shift):
     model, x = model.to(dtype), x.to(dtype)
     plain = by_hand(model).model.layers[0].feed_forward
     truth = copy.deepcopy(plain).double()
-    sparsify(model, backend="cpu")
+    sparsify(model, backend=backend)
     mixture.router.top_k = plain.router.top_k = per_token
     for tokens in (x, x, x[:1, :2]):
         # The router's choice and scores are those of the type, and not in question.
         scores, _ = plain.router(tokens.flatten(0, 1))
         truth.router.forward = lambda _, scores=scores: (scores.double(), None)
         (y, _), (eager, _), (wanted, _) = mixture(tokens), plain(tokens), truth(tokens.double())
-        assert mixture.experts.gate_up_proj.stride()[1:] == (1, 64)
+        assert (mixture.experts.gate_up_proj.stride()[1:] == (1, 64)) == (backend == "cpu")
         assert (y.dtype, y.shape) == (dtype, eager.shape)
         bound = 2**-7 if dtype == torch.bfloat16 else 1e-6
         assert (y - wanted).norm() <= max(2 * (eager - wanted).norm(), bound * wanted.norm())
 
 
 @torch.no_grad()
-def test_the_routing_of_llama_4_is_looked_up_for_kernels_alone():
+def test_matmuls_of_llama_4_compute_a_tokens_own_expert_alone():
+    """Its own class computes all of them for every token."""
+    flops = {}
+    for backend in ("reference", "auto"):
+        mixture = sparsify(sparse_mixture("llama4_text"), backend=backend).model.layers[1].feed_forward
+        mixture(x := torch.randn(32, 32))  # a first call looks at the density, too
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], with_flops=True) as profile:
+            mixture(x)
+        flops[backend] = sum(event.flops for event in profile.key_averages() if event.key in ("aten::mm", "aten::bmm"))
+    each = 32 * 2 * mixture.experts.gate_up_proj[0].numel() * 3 // 2  # of one expert for all tokens
+    assert flops["reference"] - flops["auto"] == (mixture.num_experts - mixture.top_k) * each
+    assert flops["auto"] < (mixture.top_k + 3) * each, "beside them there are a router and a shared expert"
+
+
+@torch.no_grad()
+def test_the_routing_of_llama_4_is_looked_up_where_experts_are_computed_one_by_one():
     ids, found = torch.arange(8).view(1, 8), []
     for backend in ("reference", "cpu"):
         model = sparsify(sparse_mixture("llama4_text"), backend=backend)
