@@ -97,7 +97,7 @@ def five_steps(
         what = "tokenizing training text"
         train = PackedText(tokenizer, recipe.train, length, assistant_only=only, description=what)
     if args.torch_compile and isinstance(train, PackedText):  # a smaller batch, an epoch's last, is compiled by itself
-        train = train.in_whole_batches(args.train_batch_size * args.world_size)
+        train = train.in_whole_batches(sequences_of_step(args))  # of steps, which several processes have alike
     if heldout is None:
         what = "tokenizing held-out text"
         heldout = PackedText(tokenizer, recipe.heldout, length, assistant_only=only, description=what)
