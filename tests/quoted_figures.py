@@ -401,9 +401,7 @@ def quality() -> Entries:
     yield "with {:.0f}M tokens, ended at a union", trained["tokens"] / 1e6
     yield "ended at a union of {:.1f} % and {:.1f} % active", 100 * trained["union"]["64"], 100 * trained["density"]
     ends = span([100 * (larger["losses"][text] / loss - 1) for text, loss in losses])
-    text = (
-        "It keeps {:.0f} % of the tasks, and its losses are {:.0f} to {:.0f} % above the parent's. In each of the four"
-    )
+    text = "It keeps {:.0f} % of the tasks, and its losses are {:.0f} to {:.0f} % above the parent's. In each"
     yield text, kept_of_better(larger, parent), *ends
     coder, few = (qwen(run, QWEN_OWN_TEXT) for run in ("ten-half-57M", "union25-half"))
     yield "The parent solves {:.0f} % of HumanEval", solved(qwen("parent")["written"])

@@ -51,14 +51,14 @@ class SparseExperts(SparseBlock):
         if l1 is not None:
             return form.result(self, self._with_term(l1, *form.routing(self, *given)))
         call = self._call(*given)
-        kernels = call is not None and self._settle(hidden_states, *call)
-        # Llama 4's own class computes every expert for every token; on a GPU, not to would wait for it.
-        if call is None or not (kernels or (form.transposed and call[0].device == "cpu")):
+        if call is None:
             return super().forward(*given)
-        way = "kernels" if kernels else "plain"
-        return form.result(
-            self, experts.by_expert(*call[1](), *form.weights(self), backend=self.twell.backend, way=way)
-        )
+        way = "kernels" if self._settle(hidden_states, *call) else "plain"
+        # Llama 4's own class computes every expert for every token; on a GPU, not to would wait for it.
+        if way == "plain" and not (form.transposed and call[0].device == "cpu"):
+            return super().forward(*given)
+        y = experts.by_expert(*call[1](), *form.weights(self), backend=self.twell.backend, way=way)
+        return form.result(self, y)
 
     def takes_kernels(self, *given: torch.Tensor) -> bool:
         """Whether a call with these goes by kernels, after those that the block has seen."""

@@ -96,8 +96,9 @@ def five_steps(
     elif train is None:
         what = "tokenizing training text"
         train = PackedText(tokenizer, recipe.train, length, assistant_only=only, description=what)
-    if args.torch_compile and isinstance(train, PackedText):  # a smaller batch, an epoch's last, is compiled by itself
-        train = train.in_whole_batches(sequences_of_step(args))  # of steps, which several processes have alike
+    if args.torch_compile and isinstance(train, PackedText):
+        # A smaller batch, an epoch's last, would be compiled by itself. Several processes have a step's size alike.
+        train = train.in_whole_steps(sequences_of_step(args))
     if heldout is None:
         what = "tokenizing held-out text"
         heldout = PackedText(tokenizer, recipe.heldout, length, assistant_only=only, description=what)

@@ -106,8 +106,8 @@ class PackedText(torch.utils.data.Dataset):
         packed.sequences = packed.labels = sequences
         return packed
 
-    def in_whole_batches(self, size: int) -> "PackedText":
-        """Without the last sequences that do not fill a batch of so many; itself where there is no whole one."""
+    def in_whole_steps(self, size: int) -> "PackedText":
+        """Without the last sequences that do not fill a step of so many; itself where there is no whole one."""
         whole = PackedText.of(self.sequences[: len(self) // size * size])
         whole.labels = self.labels[: len(whole)]
         return whole if len(whole) else self

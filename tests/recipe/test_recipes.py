@@ -156,10 +156,10 @@ def test_a_compiled_run_has_batches_of_one_size(compiled, sizes, text, tmp_path,
     assert seen == sizes
 
 
-def test_text_of_less_than_a_batch_stays_whole():
+def test_text_of_less_than_a_step_stays_whole():
     text = PackedText.of(torch.arange(6).view(3, 2))
-    assert len(text.in_whole_batches(2)) == 2
-    assert len(text.in_whole_batches(4)) == 3
+    assert len(text.in_whole_steps(2)) == 2
+    assert len(text.in_whole_steps(4)) == 3
 
 
 def test_the_recipe_is_the_row_of_the_study(text):
