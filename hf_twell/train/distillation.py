@@ -59,6 +59,7 @@ class Distillation:
         self.logits, self.layers = logits, layers
         self.parent = parent.eval().requires_grad_(False)
         self._handles: list = []
+        self._layers: list[_Layer] = []
         if logits:
             _check_heads(model, parent)
             self._handles.append(model.get_output_embeddings().register_forward_hook(self._see_logits))
@@ -70,13 +71,14 @@ class Distillation:
                     f"distillation of layers needs as many layers of one size; the model has {shapes[0]}, the parent "
                     f"{shapes[1]} (layers, hidden size)"
                 )
-            for index, (student, teacher) in enumerate(zip(mine, theirs, strict=True)):
-                self._handles.append(student.module.register_forward_hook(_Layer(self, index)))
-                self._handles.append(teacher.module.register_forward_hook(self._see_parent_layer))
+            for student, teacher in zip(mine, theirs, strict=True):
+                layer = _Layer()
+                self._layers.append(layer)
+                self._handles.append(student.module.register_forward_hook(layer.teach))
+                self._handles.append(teacher.module.register_forward_hook(layer.see))
         torch.compiler.reset()  # what was compiled for models without these hooks would be taken, and pass over them
         self._batch: _Batch | None = None
         self._parent_on: torch.device | None = None
-        self._outputs: list[torch.Tensor] | None = None  # of the parent's blocks, while it reads a micro-batch
         self._ran = False  # since the last report
         self._backend: str | None = None
         self._gives_loss_of: Trainer | None = None  # the trainer that it joined, if `_loss` is what that computes
@@ -145,30 +147,25 @@ class Distillation:
             key: value for key, value in batch.items() if not key.startswith(("labels", "shift_labels", "num_items"))
         }
         reads = {k: v.to(scale.device) if isinstance(v, torch.Tensor) else v for k, v in reads.items()}
-        weight = token_weight(reads)
-        outputs: list[torch.Tensor] = []
-        self._outputs = outputs
+        weight, joined = token_weight(reads), trainer if trainer is self._gives_loss_of else None
         try:
+            for layer in self._layers:
+                layer.looks = True
             with torch.no_grad():
                 hidden = decoder_of(self.parent)(**reads, use_cache=False).last_hidden_state
-        finally:
-            self._outputs = None
-        weight = torch.ones(hidden.shape[:2], device=hidden.device) if weight is None else weight.to(hidden.device)
-        joined = trainer if trainer is self._gives_loss_of else None
-        self._batch = _Batch(
-            hidden,
-            outputs,
-            weight,
-            scale,
-            factors=self._factors(outputs, weight, scale),
-            head=self.parent.get_output_embeddings(),
-            share=self.logits,
-            micro_batches=micro_batches,
-            shift_labels=batch.get("shift_labels"),
-            gives_loss=joined is not None,
-        )
-        self._ran = True
-        try:
+            weight = torch.ones(hidden.shape[:2], device=hidden.device) if weight is None else weight.to(hidden.device)
+            self._give_layers(weight, scale)
+            self._batch = _Batch(
+                hidden,
+                weight,
+                scale,
+                head=self.parent.get_output_embeddings(),
+                share=self.logits,
+                micro_batches=micro_batches,
+                shift_labels=batch.get("shift_labels"),
+                gives_loss=joined is not None,
+            )
+            self._ran = True
             if joined is not None and joined.compute_loss_func is None:
                 joined.compute_loss_func = self._loss
             yield
@@ -185,6 +182,8 @@ class Distillation:
                 )
         finally:
             self._batch = None
+            for layer in self._layers:
+                layer.let_go()
             if joined is not None and joined.compute_loss_func == self._loss:
                 joined.compute_loss_func = None
 
@@ -202,21 +201,19 @@ class Distillation:
             slot.grad.zero_()
         return {f"twell/{name}": total / count for name, (total, count) in sums.items() if count}
 
-    def _factors(self, outputs: list[torch.Tensor], weight: torch.Tensor, scale: torch.Tensor) -> list[torch.Tensor]:
-        """For each block (2): what multiplies the difference in its gradient, and the square of it in its error."""
+    def _give_layers(self, weight: torch.Tensor, scale: torch.Tensor) -> None:
+        """Give each block what the parent's put out, and (2): what multiplies the difference in its gradient, and the
+        square of it in its error."""
         tokens = weight.sum().clamp(min=1)
-        factors = []
-        for output in outputs:
-            weight, tokens = weight.to(output.device), tokens.to(output.device)
-            power = torch.where(weight.unsqueeze(-1) > 0, output, 0).float().square().sum() / tokens
+        for layer in self._layers:
+            target, layer.looks = layer.target, False
+            assert target is not None
+            weight, tokens = weight.to(target.device), tokens.to(target.device)
+            power = torch.where(weight.unsqueeze(-1) > 0, target, 0).float().square().sum() / tokens
             power = power.clamp(min=1e-12)
-            gradient = 2 * self.layers / len(outputs) * scale.to(output.device) / power
-            factors.append(torch.stack([gradient, 1 / (power * tokens)]))
-        return factors
-
-    def _see_parent_layer(self, module: nn.Module, args: tuple, output: torch.Tensor) -> None:
-        if self._outputs is not None:  # others may run the parent too, to score it
-            self._outputs.append(output)
+            gradient = 2 * self.layers / len(self._layers) * scale.to(target.device) / power
+            factors = torch.stack([gradient, 1 / (power * tokens)])
+            layer.given = target, weight, factors, self._sums["layer_error"]
 
     # A compiler would unroll backward's loop over the tokens.
     @torch.compiler.disable(reason="distillation goes through the logits a few tokens at a time")
@@ -236,10 +233,8 @@ class _Batch:
     """What a micro-batch's gradients need of the parent, and the loss of the batch and the model."""
 
     hidden: torch.Tensor  # (B, S, D)
-    outputs: list[torch.Tensor]  # (B, S, D) each
     weight: torch.Tensor  # (B, S)
     scale: torch.Tensor  # ()
-    factors: list[torch.Tensor]  # (2) each
     head: nn.Module
     share: float
     micro_batches: int  # of the step
@@ -250,18 +245,33 @@ class _Batch:
 
 
 class _Layer:
-    """The hook of one block, picklable: its output learns from the parent's."""
+    """The hooks of one block and of the parent's, picklable: the block's output learns from the parent's.
 
-    def __init__(self, distillation: Distillation, index: int) -> None:
-        self.distillation, self.index = distillation, index
+    What a micro-batch gives to the block lies here, and not in a list of all layers: a graph would be guarded by the
+    place in it, and layers that are compiled one by one would share none.
 
-    def __call__(self, module: nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor | None:
-        batch = self.distillation._batch
-        if batch is None or not output.requires_grad:
+    Attributes:
+        looks: whether the parent reads a micro-batch now; others may run the parent too, to score it.
+        target: what the parent's block put out, (B, S, D).
+        given: arguments of `_InjectError` after the block's output; None outside of a micro-batch.
+    """
+
+    def __init__(self) -> None:
+        self.looks = False
+        self.target: torch.Tensor | None = None
+        self.given: tuple[torch.Tensor, ...] | None = None
+
+    def let_go(self) -> None:
+        self.looks, self.target, self.given = False, None, None
+
+    def see(self, module: nn.Module, args: tuple, output: torch.Tensor) -> None:
+        if self.looks:
+            self.target = output
+
+    def teach(self, module: nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor | None:
+        if self.given is None or not output.requires_grad:
             return None
-        target, factors = batch.outputs[self.index], batch.factors[self.index]
-        given = (target, batch.weight, factors, self.distillation._sums["layer_error"])
-        return _InjectError.apply(output, *(each.to(output.device) for each in given))
+        return _InjectError.apply(output, *(each.to(output.device) for each in self.given))
 
 
 class _InjectError(torch.autograd.Function):

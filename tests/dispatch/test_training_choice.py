@@ -12,7 +12,7 @@ from torch._dynamo.backends.debugging import aot_eager
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator
 
 import hf_twell
 from hf_twell import L1Penalty, SparsityCallback
@@ -31,6 +31,7 @@ from hf_twell.dispatch.training import (
     saved_capacity,
 )
 from hf_twell.ops import api, build
+from hf_twell.recipe.trainer import PackedTrainer
 from tests import one_step
 from tests.conftest import tiny_llama
 from tests.ffn_cases import make_case, run
@@ -450,9 +451,12 @@ class FallsSilent(TrainerCallback):
                 layer.mlp.gate_proj.weight.data[3:] = 0
 
 
-def train_until_silent(folder, compiled: bool, callbacks=(), steps=2 * STEPS, **arguments):
+def train_until_silent(
+    folder, compiled: bool, callbacks=(), steps=2 * STEPS, kind=Trainer, model=None, falls=FallsSilent, **arguments
+):
     """The log of a run that starts dense and is at 0.4 % after the fourth step; kernels in each graph it compiled."""
-    model, graphs, compile_model = hf_twell.sparsify(tiny_llama(intermediate_size=688)), [], torch.compile
+    model, graphs, compile_model = model or tiny_llama(intermediate_size=688), [], torch.compile
+    hf_twell.sparsify(model)
 
     def backend(graph, inputs):
         parts = [part for part in graph.modules() if isinstance(part, torch.fx.GraphModule)]  # of checkpoints, too
@@ -465,9 +469,10 @@ def train_until_silent(folder, compiled: bool, callbacks=(), steps=2 * STEPS, **
         disable_tqdm=True, torch_compile=compiled, **arguments,
     )  # fmt: skip
     words = torch.randint(3, 96, (64, 16), generator=torch.Generator().manual_seed(1))
-    trainer = Trainer(model, args, train_dataset=[{"input_ids": row, "labels": row} for row in words])
+    data = [{"input_ids": row, "labels": row} for row in words]
+    trainer = kind(model, args, default_data_collator, train_dataset=data)
     trainer.add_callback(SparsityCallback(trainer, l1_weight=0.01))
-    for callback in (FallsSilent(4), *callbacks):
+    for callback in (falls(4), *callbacks):
         trainer.add_callback(callback)
     torch._dynamo.reset()
     with pytest.MonkeyPatch.context() as patch:
@@ -479,14 +484,18 @@ def train_until_silent(folder, compiled: bool, callbacks=(), steps=2 * STEPS, **
 @pytest.mark.slow
 @needs_cpu_kernels
 @pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("kind", [Trainer, PackedTrainer])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_compiled_model_moves_over_at_once_and_the_log_says_so(tmp_path, monkeypatch, caplog, checkpointing):
-    rows, graphs = train_until_silent(tmp_path, compiled=True, gradient_checkpointing=checkpointing)
+def test_a_compiled_model_moves_over_at_once_and_the_log_says_so(tmp_path, monkeypatch, caplog, checkpointing, kind):
+    rows, graphs = train_until_silent(tmp_path, compiled=True, kind=kind, gradient_checkpointing=checkpointing)
     assert caplog.text.count("the compiled model goes over to kernels") == 1
     # The ninth step counts less, the tenth decides.
     assert [row["twell/layers_on_kernels"] for row in rows] == [0] * 10 + [3] * 6
     assert [row["twell/layer_01/on_kernels"] for row in rows] == [0] * 10 + [1] * 6
-    assert graphs == [0, 3], "compiled for each way, all layers at once"
+    if kind is Trainer:
+        assert graphs == [0, 3], "compiled for each way, all layers at once"
+    else:
+        assert (sum(graphs), graphs[-1]) == (1, 1), "a recipe compiles one layer"
     monkeypatch.undo()
     caplog.clear()
     plain, _ = train_until_silent(tmp_path, compiled=False)
@@ -495,6 +504,30 @@ def test_a_compiled_model_moves_over_at_once_and_the_log_says_so(tmp_path, monke
         for key in ("loss", "grad_norm", "twell/density", "twell/l1"):
             assert mine[key] == pytest.approx(theirs[key], rel=1e-4), (mine["step"], key)
     assert not any("kernels" in key for row in plain for key in row)
+
+
+class FallsUnevenlySilent(FallsSilent):
+    """Layer by layer twice as many neurons are left, each active for about half of the tokens."""
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        if state.global_step == self.step:
+            for index, layer in enumerate(model.model.layers):
+                layer.mlp.gate_proj.weight.data[56 * 2**index :] = 0
+
+
+@pytest.mark.slow
+@needs_cpu_kernels
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_layers_of_a_recipe_move_over_by_a_graph_for_each_capacity(tmp_path, monkeypatch):
+    """More than the eight that PyTorch makes of one function, after which it leaves layers eager."""
+    monkeypatch.setitem(limits.read(), "kCudaTrainingLimits", ((math.inf, 0.3),))
+    model = tiny_llama(intermediate_size=4096, num_hidden_layers=8)
+    model.model.embed_tokens.requires_grad_(False)  # the first layer is another graph: it gives no gradient back
+    falls = FallsUnevenlySilent
+    rows, graphs = train_until_silent(tmp_path, True, kind=PackedTrainer, model=model, falls=falls, steps=12)
+    assert [row["twell/layers_on_kernels"] for row in rows] == [0] * 10 + [8] * 2
+    assert graphs.count(1) == 7, "64, 128, ... 4096, which two layers have"
+    assert set(graphs) == {0, 1}, "one layer each"
 
 
 class WakesUp(TrainerCallback):

@@ -230,8 +230,8 @@ def logs_of_one(output: Path, capsys, *changes) -> list[dict]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("streamed", [False, True])
-def test_two_processes_train_as_one(text, tmp_path, streamed, capsys):
+@pytest.mark.parametrize(("streamed", "compiled"), [(False, False), (True, False), (False, True)])
+def test_two_processes_train_as_one(text, tmp_path, streamed, compiled, capsys):
     """Controller, revival and distillation see the whole step: the same rows in one process or two, the same logs."""
     changes = ["distill={logits: 0.5}", "revive_after=100"]
     if streamed:
@@ -240,9 +240,10 @@ def test_two_processes_train_as_one(text, tmp_path, streamed, capsys):
         (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": words}) + "\n" for words in documents))
         changes = [f"train={{hub: json, data_files: {tmp_path / 'rows.jsonl'}, streaming: true}}"]
     launch = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
-    printed = run_processes(launch, *small(text, tmp_path / "2", 4, 2), *changes, "--json")
+    compile = ["training.torch_compile=true", "training.torch_compile_backend=aot_eager"] if compiled else []
+    printed = run_processes(launch, *small(text, tmp_path / "2", 4, 2), *changes, *compile, "--json")
     assert json.loads(printed)["logs"], "one process prints the result, and nothing else is printed"
-    one = logs_of_one(tmp_path / "1", capsys, *small(text, tmp_path / "1", 4, 4), *changes)
+    one = logs_of_one(tmp_path / "1", capsys, *small(text, tmp_path / "1", 4, 4), *changes, *compile)
     assert streamed or any(row["twell/revived"] > 0 for row in one)
     assert_same_rows(logs_of(tmp_path / "2" / "checkpoint-4"), one)
 
