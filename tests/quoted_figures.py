@@ -65,6 +65,7 @@ GIVEN = {
         "| active neurons | all | 20 % | 10 to 11 % | 5 % | 5 %, neighbours share | 2 % | 0.5 % |",
         "random weights and 0.5 % active",
         "Qwen-Coder-0.5B | 100 % |",
+        "Qwen-Coder-1.5B | 100 % |",
         "one sequence | 1 |",
         "decoding 16 at once | 1 |",
         "prefill of 16,384 tokens | 1 |",
@@ -453,7 +454,10 @@ def readme() -> Entries:
     coders = *map(qwen_kept, QWEN_RUNS), qwen_own_text()[2]
     yield f"Qwen-Coder-0.5B | 100 % | {NONE} |{' {:.0f} % |' * 3} {NONE} | {NONE} |", *coders
     with_talk = [qwen_own_text(run)[2] for run in ("ten-half-57M", "union40-half-57M")]
-    yield "Its conversions keep {:.0f} to {:.0f} % of its text tasks", *span([*coders, *with_talk])
+    yield "Conversions of the 0.5B keep {:.0f} to {:.0f} %.", *span([*coders, *with_talk])
+    larger = kept_of_better(*(qwen(run, QWEN_LARGER) for run in ("union25", "parent")))
+    yield "Qwen-Coder-1.5B, keeps {:.0f} % of the text tasks", larger
+    yield f"Qwen-Coder-1.5B | 100 % |{f' {NONE} |' * 3} {{:.0f}} % | {NONE} | {NONE} |", larger
     active, shared = (1126, 600, 300, 120, 30), row(UNIONS, tokens=16_384, requested_l0=327)
     for name, tokens in (("one block: decoding one sequence", 1), ("decoding 16 at once", 16)):
         gains = [speedup(block(FEW, tokens, l0)) for l0 in active]
@@ -495,7 +499,7 @@ def readme() -> Entries:
     yield "With 25M, that to 10 % keeps {:.0f} %", kept_of_better(some, *dense)
     coders = qwen(QWEN_RUNS[0]), qwen("union25-half", QWEN_OWN_TEXT)
     yield (
-        "26M in {:.0f} minutes; where neighbours share, 46M in {:.0f}.",
+        "26M in {:.0f} minutes, 46M in {:.0f}.",
         *(one["training"]["minutes"] for one in coders),
     )
 
@@ -515,7 +519,6 @@ def readme() -> Entries:
     yield text, *from_scratch(), study_density(("from scratch", 0.01))
     snippet = row(SNIPPET)
     yield "from a loss of {:.2f} on WikiText-2 to {:.2f}", snippet["dense"]["wikitext"], snippet["after"]["wikitext"]
-    yield "and a training loss {:.0f} % above the dense parent's", 100 * (LOST - 1)
 
 
 def training_unions() -> list[float]:
