@@ -61,8 +61,9 @@ def freeze(model: nn.Module, parts: list[str]) -> None:
     for part in parts:
         found = [parameter for name, parameter in named.items() if part in name]
         if not found:
+            words = dict.fromkeys(word for name in named for word in name.split(".") if not word.isdigit())
             raise ValueError(
-                f"freeze has {part!r}, and no weight has it in its name; the model's are {', '.join(named)}"
+                f"freeze has {part!r}, and no weight has it in its name; parts of their names: {', '.join(words)}"
             )
         for parameter in found:
             parameter.requires_grad_(False)

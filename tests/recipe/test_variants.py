@@ -83,6 +83,9 @@ def test_what_is_frozen_stays(recipe, error_line, run_json):
 def test_what_cannot_be_frozen_is_said(recipe, error_line):
     for value, message in (("norm", "give a list of parts of weights' names"), ("[embd]", "freeze has 'embd'")):
         assert message in error_line("train", recipe, f"freeze={value}")
+    parts = error_line("train", recipe, "freeze=[embd]").partition("parts of their names: ")[2].split(", ")
+    assert {"embed_tokens", "q_proj", "norm"} <= set(parts)
+    assert len(parts) == len(set(parts)), "layers have the same parts, and are many"
 
 
 @pytest.mark.slow
