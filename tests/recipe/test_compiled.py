@@ -16,6 +16,7 @@ from hf_twell.recipe.variants import LoraOutsideFfns, freeze
 from hf_twell.train.distillation import Distillation
 from tests import one_step
 from tests.conftest import tiny_llama, write_recipe
+from tests.mixtures import NEXT, ROUTED, TEXT
 from tests.rounding import rounding
 
 pytestmark = [pytest.mark.slow, pytest.mark.numeric]
@@ -24,11 +25,13 @@ COMPILED = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
 MANY = 12  # layers: more than the graphs that PyTorch makes of one function, by default
 
 
-def trained(folder, layers: int, distil=None, lora=False, **arguments) -> tuple[dict, torch.Tensor, dict]:
+def trained(
+    folder, layers: int, distil=None, lora=False, make=tiny_llama, **arguments
+) -> tuple[dict, torch.Tensor, dict]:
     """The log row of a step, its gradient, and what was compiled: so many graphs, of so many calls in all."""
     torch.compiler.reset()
     counters.clear()
-    model, parent = (tiny_llama(num_hidden_layers=layers) for _ in range(2))
+    model, parent = (make(num_hidden_layers=layers) for _ in range(2))
     sparsify(model)
     if lora:
         LoraOutsideFfns(model)
@@ -73,6 +76,31 @@ def test_layers_share_graphs_that_compute_what_eager_ones_do(tmp_path, options):
     assert (gradient - eager).norm() <= bound * eager.norm()
     for key in expected.keys() & {"loss", "twell/kl", "twell/layer_error"}:
         assert row[key] == pytest.approx(expected[key], rel=bound), key
+
+
+def hybrid(**changes) -> tf.PreTrainedModel:
+    """Of each four layers three have linear attention."""
+    torch.manual_seed(0)
+    return tf.Qwen3_5ForCausalLM(tf.Qwen3_5TextConfig(**{**TEXT, **NEXT, **changes}))
+
+
+def routed(**changes) -> tf.PreTrainedModel:
+    """Its first layer is dense."""
+    torch.manual_seed(0)
+    config = {**TEXT, **ROUTED, "head_dim": 8, "mlp_only_layers": [0], "output_router_logits": True, **changes}
+    return tf.Qwen3MoeForCausalLM(tf.Qwen3MoeConfig(**config))
+
+
+@pytest.mark.parametrize("make", [hybrid, routed])
+def test_layers_of_each_kind_share_graphs(tmp_path, make):
+    """Dynamo alone: of linear attention, aot_eager fails in backward (docs/training.md)."""
+    dynamo = {**COMPILED, "torch_compile_backend": "eager"}
+    *_, of_few = trained(tmp_path, 4, make=make, **dynamo)
+    row, gradient, of_many = trained(tmp_path, MANY, make=make, **dynamo)
+    expected, eager, _ = trained(tmp_path, MANY, make=make)
+    assert of_many == of_few
+    assert torch.equal(gradient, eager)
+    assert row["loss"] == expected["loss"]
 
 
 def test_the_loss_is_compiled_too(tmp_path, monkeypatch):
