@@ -6,8 +6,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hf_twell.files.configs import one_line
 from hf_twell.files.rows import kind_of
-
-IGNORED = -100  # the label of a token that the loss leaves out
+from hf_twell.train.divergence import IGNORED
 
 
 def chat_fault(value: object) -> str | None:

@@ -12,8 +12,8 @@ from hf_twell.blocks.architectures import Site, find_ffns
 from hf_twell.files.checkpoints import read_state
 from hf_twell.measure.sparsity import measure_sparsity
 from hf_twell.models.modes import evaluation_mode
-from hf_twell.recipe.chat import IGNORED
 from hf_twell.recipe.packing import PackedText
+from hf_twell.train.divergence import IGNORED
 from hf_twell.train.parent_loss import with_activations
 
 

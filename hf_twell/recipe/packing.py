@@ -14,7 +14,8 @@ from hf_twell.files.configs import one_line
 from hf_twell.files.packages import how_to_install
 from hf_twell.files.rows import Row, read_rows
 from hf_twell.files.text import ROW_FILES, check_file, read_documents
-from hf_twell.recipe.chat import IGNORED, chat_fault, chat_tokens, text_fault
+from hf_twell.recipe.chat import chat_fault, chat_tokens, text_fault
+from hf_twell.train.divergence import IGNORED
 
 
 class Document(NamedTuple):
