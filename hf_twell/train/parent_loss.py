@@ -61,6 +61,7 @@ def _count_labels(model: nn.Module, batch: Mapping) -> int:
     labels = batch.get("shift_labels")
     if labels is None:
         labels = batch.get("labels")
-        if labels is not None and getattr(model, "loss_function", None) is ForCausalLMLoss:
+        loss = getattr(model, "loss_function", None)
+        if labels is not None and getattr(loss, "_torchdynamo_orig_callable", loss) is ForCausalLMLoss:  # or compiled
             labels = labels[..., 1:]
     return 0 if labels is None else int((labels != IGNORED).sum())

@@ -363,9 +363,12 @@ def test_a_model_that_came_with_relu_has_no_parent_to_know(tmp_path):
     assert parent_loss(trainer, [{"input_ids": ids}]) is None, "no labels, no loss"
 
 
-def test_the_parents_loss_is_the_mean_over_labels(tmp_path):
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_parents_loss_is_the_mean_over_labels(tmp_path, compiled):
     """Trainer's own: a micro-batch of a prompt alone has no label, and one of few labels counts less."""
     model = hf_twell.sparsify(tiny_llama())
+    if compiled:
+        model.loss_function = torch.compile(model.loss_function, backend="eager")
     trainer = make_trainer(tmp_path, model=model)
     ids = torch.randint(3, 90, (3, 9), generator=torch.Generator().manual_seed(0))
     labels = ids.clone()
