@@ -147,7 +147,8 @@ class Distillation:
             key: value for key, value in batch.items() if not key.startswith(("labels", "shift_labels", "num_items"))
         }
         reads = {k: v.to(scale.device) if isinstance(v, torch.Tensor) else v for k, v in reads.items()}
-        weight, joined = token_weight(reads), trainer if trainer is self._gives_loss_of else None
+        weight = token_weight(reads)
+        joined = trainer if trainer is self._gives_loss_of else None
         try:
             for layer in self._layers:
                 layer.looks = True
