@@ -118,6 +118,7 @@ cudaError_t launch_split(const Plan& plan, const Params& p, const Device& device
   switch (plan.octets) {
     case 1: return launch<Half, 8, 1, kSplit>(plan, p, device, stream);
     case 2: return launch<Half, 8, 2, kSplit>(plan, p, device, stream);
+    case 3: return launch<Half, 4, 3, kSplit>(plan, p, device, stream);
     default: return launch<Half, 4, 4, kSplit>(plan, p, device, stream);
   }
 }

@@ -68,7 +68,8 @@ __host__ __device__ inline Group unpack_group(uint32_t word) {
 }
 
 struct Plan {
-  int octets;        // of a group's visits: 1, 2 or 4
+  int octets;        // of a group's visits: 1 to 4
+  int tiles;         // of 16 neurons, that share x of a group in the first kernel: 1 or 2
   int lane_columns;  // of y, for each lane of the second kernel (a warp has 8 times as many): 4 or 8
   int split;         // warps that share these columns' neurons, of a thread block's eight: 2 or 8
   int blocks;        // ceil(F / 16)
@@ -87,8 +88,13 @@ inline Plan plan_experts(const Experts& e, int sm_count) {
   const int visits = e.tokens * e.top_k;
   // A group has room for some more visits than an expert gets on average: more room costs registers, and less makes
   // further groups read the same weights.
-  p.octets = e.tokens <= 8 || visits <= 2 * e.experts ? 1 : visits <= 6 * e.experts ? 2 : 4;
-  p.lane_columns = p.octets == 4 ? 4 : 8;
+  p.octets = e.tokens <= 8 || visits <= 2 * e.experts ? 1
+             : visits <= 8 * e.experts                ? 2
+             : visits <= 16 * e.experts               ? 3
+                                                      : 4;
+  // Of few visits x is few bytes: to share it pays less than a third thread block on each multiprocessor.
+  p.tiles = p.octets == 1 || visits <= 4 * e.experts ? 1 : 2;
+  p.lane_columns = p.octets >= 3 ? 4 : 8;
   p.blocks = (e.width + decoding::kBlockNeurons - 1) / decoding::kBlockNeurons;
   p.groups = (visits < e.experts + 1 ? visits : e.experts + 1) + visits / (8 * p.octets);
   // Two warps to the same columns make a thread block's work last longer than what comes before and after it; eight
@@ -120,7 +126,7 @@ struct Params {
 inline decoding::Kernels kernels_of(const Plan& plan, const Device& device) {
   decoding::Kernels kernels{};
   kernels.overlap = device.major >= 9;
-  if (plan.octets == 4) kernels.carveout = 40;  // so that L1 holds x of two large groups
+  if (plan.octets >= 3) kernels.carveout = 40;  // so that L1 holds x of two large groups
   return kernels;
 }
 

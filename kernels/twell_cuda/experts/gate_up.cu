@@ -1,11 +1,12 @@
 // First of the two kernels of routed experts: groups of visits, and h = relu(gate) * up of their active neurons
 // (experts/experts.h says what is left where).
 //
-// Thread blocks walk items of a group and 16 neurons, neighbouring blocks neighbouring neurons; of large groups each
-// takes several in a row, so that L1 still holds x. Of an item, the gate's rows come once, straight into tensor-core
-// operands, then up's rows of the neurons that any of the group's visits activates. Warps share out k by pieces of 64
-// bytes, and add up through shared memory. Within a piece lane q of four takes 16 consecutive bytes, of weights and of
-// x: both operands see the same permutation of k.
+// Thread blocks walk items of a group and a tile of 16 neurons, neighbouring blocks neighbouring neurons. x of a large
+// group is as many bytes as a tile's weights: two tiles share it, and each thread block takes several items in a row,
+// so that L1 still holds it. Of an item, the gate's rows come once, straight into tensor-core operands, then up's rows
+// of the neurons that any of the group's visits activates. Warps share out k by pieces of 64 bytes, and add up through
+// shared memory. Within a piece lane q of four takes 16 consecutive bytes, of weights and of x: both operands see the
+// same permutation of k.
 
 #include "decode/gate.cuh"
 #include "decode/launch.h"
@@ -18,64 +19,82 @@ namespace {
 using namespace decoding;
 
 constexpr uint32_t kPieceBytes = 64, kStepBytes = kDecodeWarps * kPieceBytes;  // of a row: a piece for each warp
-constexpr int kAhead = 4;                                                      // steps of weights in flight
-template <int kOctets>
-constexpr int kXAhead = kOctets == 1 ? 4 : 2;
 constexpr uint32_t kNoRow = 0xffffffff;
-template <int kOctets>
-constexpr int kMaxRun = kOctets == 4 ? 4 : 1;  // items in a row
 
-constexpr int residents(int octets) { return octets == 4 ? 2 : 3; }
+constexpr int residents(int tiles) { return tiles == 2 ? 2 : 3; }
+__host__ __device__ constexpr int max_run(int octets) { return octets >= 3 ? 2 : 1; }  // items in a row
 
-// sum[octet] = two rows of weights for this lane, lane / 4 and lane / 4 + 8 of 16, times x of the group's visits.
+// Steps in flight.
+template <int kTiles, int kOctets>
+struct Ahead {
+  static constexpr int weights = 4 / kTiles;
+  static constexpr int x = kOctets == 1 ? 4 : 2 / kTiles;
+};
+
+// The two rows of each tile that a lane reads: lane / 4 and lane / 4 + 8.
+template <int kTiles>
+struct Rows {
+  const char* at[2 * kTiles];
+};
+
+// sum[tile * kOctets + octet] = the rows of weights times x of the group's visits.
 // `x_row`: where x of visit lane / 4 of each octet begins.
-template <typename Half, int kOctets>
-__device__ __forceinline__ void multiply(float (&sum)[kOctets][4], const char* low, const char* high,
+template <typename Half, int kTiles, int kOctets>
+__device__ __forceinline__ void multiply(float (&sum)[kTiles * kOctets][4], const Rows<kTiles>& rows,
                                          const uint32_t (&x_row)[kOctets], const Params& p) {
+  constexpr int kAhead = Ahead<kTiles, kOctets>::weights, kXAhead = Ahead<kTiles, kOctets>::x;
   const uint32_t row_bytes = 2u * p.call.hidden, of_warp = threadIdx.x / 32 * kPieceBytes;
   const uint32_t of_lane = threadIdx.x % 4 * 16;
   const char* const x = static_cast<const char*>(p.call.x);
-  uint4 a[kAhead][2], b[kXAhead<kOctets>][kOctets];
-  const auto load_a = [&](uint4(&to)[2], uint32_t k) {
-    load_weights(to[0], low + k, k < row_bytes);
-    load_weights(to[1], high + k, k < row_bytes);
+  uint4 a[kAhead][2 * kTiles], b[kXAhead][kOctets];
+  const auto load_a = [&](uint4(&to)[2 * kTiles], uint32_t k) {
+#pragma unroll
+    for (int i = 0; i < 2 * kTiles; ++i) load_weights(to[i], rows.at[i] + k, k < row_bytes);
   };
   const auto load_b = [&](uint4(&to)[kOctets], uint32_t k) {
 #pragma unroll
     for (int n = 0; n < kOctets; ++n) load_tokens(to[n], x + x_row[n] + k, k < row_bytes && x_row[n] != kNoRow);
   };
 #pragma unroll
-  for (int n = 0; n < kOctets; ++n) sum[n][0] = sum[n][1] = sum[n][2] = sum[n][3] = 0.f;
+  for (auto& each : sum) each[0] = each[1] = each[2] = each[3] = 0.f;
 #pragma unroll
   for (int u = 0; u < kAhead; ++u) load_a(a[u], of_warp + of_lane + u * kStepBytes);
 #pragma unroll
-  for (int u = 0; u < kXAhead<kOctets>; ++u) load_b(b[u], of_warp + of_lane + u * kStepBytes);
+  for (int u = 0; u < kXAhead; ++u) load_b(b[u], of_warp + of_lane + u * kStepBytes);
 #pragma unroll 1
   for (uint32_t base = of_warp; base < row_bytes; base += kAhead * kStepBytes) {
 #pragma unroll
     for (int u = 0; u < kAhead; ++u) {
       const uint32_t piece = base + u * kStepBytes, k = piece + of_lane;
       if (piece >= row_bytes) break;  // the same for the whole warp
-      auto& x_piece = b[u % kXAhead<kOctets>];
+      auto& x_piece = b[u % kXAhead];
 #pragma unroll
-      for (int n = 0; n < kOctets; ++n) {
-        mma<Half>(sum[n], a[u][0].x, a[u][1].x, a[u][0].y, a[u][1].y, x_piece[n].x, x_piece[n].y);
-        mma<Half>(sum[n], a[u][0].z, a[u][1].z, a[u][0].w, a[u][1].w, x_piece[n].z, x_piece[n].w);
+      for (int i = 0; i < kTiles * kOctets; ++i) {
+        const uint4 &low = a[u][i / kOctets * 2], &high = a[u][i / kOctets * 2 + 1], &of_x = x_piece[i % kOctets];
+        mma<Half>(sum[i], low.x, high.x, low.y, high.y, of_x.x, of_x.y);
+        mma<Half>(sum[i], low.z, high.z, low.w, high.w, of_x.z, of_x.w);
       }
-      load_b(x_piece, k + kXAhead<kOctets> * kStepBytes);
+      load_b(x_piece, k + kXAhead * kStepBytes);
       load_a(a[u], k + kAhead * kStepBytes);
     }
   }
 }
 
-template <typename Half, int kOctets>
-__global__ void __launch_bounds__(kDecodeThreads, residents(kOctets)) gate_up_kernel(const __grid_constant__ Params p) {
-  constexpr int kElements = kOctets * 32;  // of four sums
-  constexpr int kRoom = 8 * kOctets;       // visits
+template <int kValue>
+struct Count {
+  static constexpr int value = kValue;
+};
+
+template <typename Half, int kTiles, int kOctets>
+__global__ void __launch_bounds__(kDecodeThreads, residents(kTiles)) gate_up_kernel(const __grid_constant__ Params p) {
+  constexpr int kNeurons = kTiles * kBlockNeurons;
+  constexpr int kSlots = kTiles == 1 ? kDecodeWarps : kDecodeWarps / 2;
+  constexpr int kElements = kTiles * kOctets * 32;  // of four sums
+  constexpr int kRoom = 8 * kOctets;                // visits
   __shared__ Routed routed;
-  __shared__ float4 slots[kDecodeWarps * kElements], gate[kElements];
-  __shared__ uint32_t mask;                  // of the item's neurons
-  __shared__ uint8_t active[kBlockNeurons];  // in ascending order
+  __shared__ float4 slots[kSlots * kElements], gate[kElements];
+  __shared__ uint32_t mask[kTiles];     // of the item's neurons
+  __shared__ uint8_t active[kNeurons];  // in ascending order
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   const Experts& call = p.call;
   const uint32_t row_bytes = 2u * call.hidden;
@@ -94,11 +113,11 @@ __global__ void __launch_bounds__(kDecodeThreads, residents(kOctets)) gate_up_ke
     p.arrivals[i] = 0;
   }
 
-  const int items = routed.to.routed * p.blocks, grid = gridDim.x;
-  const int run = max(1, min(kMaxRun<kOctets>, items / (4 * grid)));  // not at the cost of even shares
+  const int of_group = (p.blocks + kTiles - 1) / kTiles, items = routed.to.routed * of_group, grid = gridDim.x;
+  const int run = max(1, min(max_run(kOctets), items / (4 * grid)));  // not at the cost of even shares
 #pragma unroll 1
   for (int item = blockIdx.x * run; item < items; item += (item + 1) % run == 0 ? (grid - 1) * run + 1 : 1) {
-    const int g = item / p.blocks, block = item - g * p.blocks, first = block * kBlockNeurons;
+    const int g = item / of_group, block = (item - g * of_group) * kTiles, first = block * kBlockNeurons;
     const Group group = unpack_group(routed.to.group[g]);
     uint32_t x_row[kOctets];
 #pragma unroll
@@ -112,59 +131,82 @@ __global__ void __launch_bounds__(kDecodeThreads, residents(kOctets)) gate_up_ke
     const auto row_at = [&](const ExpertRows& rows, int neuron) {
       return rows.data + group.expert * rows.expert_bytes + min(neuron, call.width - 1) * rows.row_bytes;
     };
-    if (thread == 0) mask = 0;
-    float sum[kOctets][4];
-    multiply<Half, kOctets>(sum, row_at(call.gate, first + lane / 4), row_at(call.gate, first + lane / 4 + 8), x_row,
-                            p);
-    leave_partials<kDecodeWarps>(slots, sum, warp, lane);
+    if (thread < kTiles) mask[thread] = 0;
+    {
+      Rows<kTiles> rows;
+#pragma unroll
+      for (int i = 0; i < 2 * kTiles; ++i) rows.at[i] = row_at(call.gate, first + i * 8 + lane / 4);
+      float sum[kTiles * kOctets][4];
+      multiply<Half, kTiles, kOctets>(sum, rows, x_row, p);
+      leave_partials<kSlots>(slots, sum, warp, lane);
+    }
     for (int e = thread; e < kElements; e += kDecodeThreads) {  // whole warps; e % 32 == lane
-      float4 v = sum_of_partials<kDecodeWarps>(slots, kElements, e);
-      const int neuron = first + lane / 4, slot = e / 32 * 8 + lane % 4 * 2;
+      float4 v = sum_of_partials<kSlots>(slots, kElements, e);
+      const int tile = e / 32 / kOctets, neuron = first + tile * kBlockNeurons + lane / 4;
+      const int slot = e / 32 % kOctets * 8 + lane % 4 * 2;
       v.x = activate(v.x, 0.f, neuron < call.width && slot < group.visits);
       v.y = activate(v.y, 0.f, neuron < call.width && slot + 1 < group.visits);
       v.z = activate(v.z, 0.f, neuron + 8 < call.width && slot < group.visits);
       v.w = activate(v.w, 0.f, neuron + 8 < call.width && slot + 1 < group.visits);
       gate[e] = v;
       const uint32_t low = any_of_four(v.x != 0.f || v.y != 0.f), high = any_of_four(v.z != 0.f || v.w != 0.f);
-      if (lane == 0) atomicOr(&mask, low | high << 8);
+      if (lane == 0) atomicOr(&mask[tile], low | high << 8);
     }
     __syncthreads();
 
-    const uint32_t mine = mask;
+    uint32_t mine = 0;  // bit i: neuron `first` + i
+#pragma unroll
+    for (int m = 0; m < kTiles; ++m) mine |= mask[m] << m * kBlockNeurons;
     const int active_count = __popc(mine);
-    uint16_t* const masks = p.masks + int64_t{2} * p.mask_pairs * g;
-    if (thread == 0) masks[block] = static_cast<uint16_t>(mine);
-    if (thread == 0 && block == p.blocks - 1 && p.blocks % 2 == 1) masks[p.blocks] = 0;
+    uint16_t* const masks = p.masks + int64_t{2} * p.mask_pairs * g + block;
+    if (thread < kTiles) masks[thread] = static_cast<uint16_t>(mask[thread]);
+    if (kTiles == 1 && thread == 0 && block == p.blocks - 1 && p.blocks % 2 == 1) masks[1] = 0;
     if (active_count > 0) {
-      if (thread < kBlockNeurons && (mine >> thread & 1) != 0) {
+      if (thread < kNeurons && (mine >> thread & 1) != 0) {
         active[__popc(mine & ((1u << thread) - 1))] = static_cast<uint8_t>(thread);
       }
       __syncthreads();
-      if (active_count <= p.prefetch_max_active) {
+      if (active_count <= kTiles * p.prefetch_max_active) {
         for (int i = warp; i < active_count; i += kDecodeWarps) {
           const char* const row = row_at(call.down, first + active[i]);
           for (uint32_t byte = lane * 128; byte < row_bytes; byte += 32 * 128) prefetch_l2(row + byte);
         }
       }
-      const auto up_row = [&](int rank) { return row_at(call.up, first + active[min(rank, active_count - 1)]); };
-      multiply<Half, kOctets>(sum, up_row(lane / 4), up_row(lane / 4 + 8), x_row, p);
-      leave_partials<kDecodeWarps>(slots, sum, warp, lane);
-      for (int i = thread; i < kQuadsPerBlock * kRoom; i += kDecodeThreads) {
-        const int quad = i / kRoom, slot = i % kRoom;
-        if (4 * quad >= active_count) break;
+      const auto multiply_up = [&](auto tiles) {
+        constexpr int kUpTiles = decltype(tiles)::value;
+        Rows<kUpTiles> rows;
+#pragma unroll
+        for (int i = 0; i < 2 * kUpTiles; ++i) {
+          rows.at[i] = row_at(call.up, first + active[min(i * 8 + lane / 4, active_count - 1)]);
+        }
+        float sum[kUpTiles * kOctets][4];
+        multiply<Half, kUpTiles, kOctets>(sum, rows, x_row, p);
+        leave_partials<kSlots>(slots, sum, warp, lane);
+      };
+      const bool one_tile = active_count <= kBlockNeurons;
+      if (one_tile) {
+        multiply_up(Count<1>{});
+      } else if constexpr (kTiles == 2) {
+        multiply_up(Count<2>{});
+      }
+      const int up_elements = (one_tile ? 1 : kTiles) * kOctets * 32;
+      for (int i = thread; i < kTiles * kQuadsPerBlock * kRoom; i += kDecodeThreads) {
+        const int tile = i / kRoom / kQuadsPerBlock, quad = i / kRoom % kQuadsPerBlock, slot = i % kRoom;
+        const int rest = __popc(mask[tile]) - 4 * quad;  // neurons from this quad on
+        if (rest <= 0) continue;
+        const int rank = 4 * quad + (tile == 1 ? __popc(mask[0]) : 0);
         float h[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          const int rank = 4 * quad + j;
-          if (rank >= active_count) break;
-          h[j] = sum_at<kOctets>(gate, active[rank], slot);
+          if (j >= rest) break;
+          h[j] = sum_at<kOctets>(gate, active[rank + j], slot);
           if (h[j] == 0.f) continue;
-          float up = sum_at<kOctets>(slots, rank, slot);
+          float up = sum_at<kOctets>(slots, rank + j, slot);
 #pragma unroll
-          for (int s = 1; s < kDecodeWarps; ++s) up += sum_at<kOctets>(slots + s * kElements, rank, slot);
+          for (int s = 1; s < kSlots; ++s) up += sum_at<kOctets>(slots + s * up_elements, rank + j, slot);
           h[j] *= up;
         }
-        p.products[((int64_t{g} * p.blocks + block) * kQuadsPerBlock + quad) * kRoom + slot] =
+        p.products[((int64_t{g} * p.blocks + block + tile) * kQuadsPerBlock + quad) * kRoom + slot] =
             make_uint2(pack<Half>(h[0], h[1]), pack<Half>(h[2], h[3]));
       }
     }
@@ -172,19 +214,23 @@ __global__ void __launch_bounds__(kDecodeThreads, residents(kOctets)) gate_up_ke
   }
 }
 
-template <typename Half, int kOctets>
+template <typename Half, int kTiles, int kOctets>
 cudaError_t launch(const Plan& plan, const Params& p, const Device& device, cudaStream_t stream) {
-  const int64_t items = int64_t{plan.groups} * plan.blocks, most = int64_t{residents(kOctets)} * device.sm_count;
+  const int64_t items = int64_t{plan.groups} * ((plan.blocks + kTiles - 1) / kTiles);
+  const int64_t most = int64_t{residents(kTiles)} * device.sm_count;
   const dim3 grid(static_cast<unsigned>(items < most ? items : most));
-  return launch_decode_kernel(gate_up_kernel<Half, kOctets>, {grid}, p, kernels_of(plan, device), stream);
+  return launch_decode_kernel(gate_up_kernel<Half, kTiles, kOctets>, {grid}, p, kernels_of(plan, device), stream);
 }
 
 template <typename Half>
 cudaError_t launch_type(const Plan& plan, const Params& p, const Device& device, cudaStream_t stream) {
   switch (plan.octets) {
-    case 1: return launch<Half, 1>(plan, p, device, stream);
-    case 2: return launch<Half, 2>(plan, p, device, stream);
-    default: return launch<Half, 4>(plan, p, device, stream);
+    case 1: return launch<Half, 1, 1>(plan, p, device, stream);
+    case 2:
+      return plan.tiles == 1 ? launch<Half, 1, 2>(plan, p, device, stream)
+                             : launch<Half, 2, 2>(plan, p, device, stream);
+    case 3: return launch<Half, 2, 3>(plan, p, device, stream);
+    default: return launch<Half, 2, 4>(plan, p, device, stream);
   }
 }
 
