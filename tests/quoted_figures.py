@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections.abc import Iterator
-from itertools import chain, pairwise
+from itertools import chain, pairwise, product
 
 from hf_twell.dispatch.limits import limit
 from hf_twell.evaluation.sandbox import CPU_SECONDS, MEMORY_BYTES, WALL_SECONDS
@@ -26,7 +26,7 @@ RUNS = "kernels/twell_cuda/bench/h200-runs-2026-11-30/rows.jsonl"
 CUDA_EXPERTS = "kernels/twell_cuda/bench/h200-experts-2026-11-28/rows.jsonl"
 MIXTURE = "model_cards/experts/rows.jsonl"
 DENSE_STEPS = ("eager", "compiled", "dense_ffn")
-MANY_EXPERTS = "kernels/twell_cuda/bench/h200-experts-2026-11-29/rows.jsonl"
+MANY_EXPERTS = "kernels/twell_cuda/bench/h200-experts-2026-12-01/rows.jsonl"
 OTHER_EXPERTS = "kernels/twell_cuda/bench/h200-experts-2026-11-29/shapes.jsonl"
 EXPERTS_IN_VLLM = "kernels/twell_cuda/bench/h200-experts-2026-11-29/vllm.jsonl"
 EXPERTS = "kernels/twell_cpu/bench/xeon-experts-2026-11-28/bench.jsonl"
@@ -1032,8 +1032,10 @@ def cuda_design() -> Entries:
     text = "{:.2f} at {:.1f} % active and a union of {:.0f} %, T = 16,384; with the count term"
     yield text, times, 100 * found["density"], 100 * found["unions"]["128"]
     layer = [row(CUDA_EXPERTS, hidden=2048, tokens=tokens, requested_l0=614.4) for tokens in (1, 16, 64)]
-    text = "layer, {:.0f} % active: {:.2f}, {:.2f} and {:.2f} at 1, 16 and 64 tokens"
-    yield text, 100 * layer[0]["density"], *(of["compiled_ms"] / of["sparse_ms"] for of in layer)
+    layer.append(rows(MANY_EXPERTS, kernels="as now", tokens=256, requested_l0=614.0)[0])
+    text = "layer, {:.0f} to {:.0f} % active: {:.2f}, {:.2f}, {:.2f} and {:.2f} at 1, 16, 64 and 256 tokens"
+    shares = sorted(100 * of["density"] for of in layer)
+    yield text, shares[0], shares[-1], *(of["compiled_ms"] / of["sparse_ms"] for of in layer)
     yield "decode step {:.2f}, `generate` {:.2f}", speedup(decode, "step_ms"), generated
     models = row(MAIN, bench="prefill"), row(MAIN, bench="train", commit="ebf9822")
     yield "prefill {:.2f}, training {:.2f} |", *(speedup(model) for model in models)
@@ -1107,11 +1109,25 @@ def experts() -> Entries:
     (few, most_few), (many, most_many), _ = limit("kCudaExpertLimits")
     text = "up to {:.0f} % active where an expert has up to {} tokens on average, and up to {:.0f} % with up to {}"
     yield text, 100 * most_few, few, 100 * most_many, many
-    most, half, sparser = (of for of in rows(MANY_EXPERTS) if of["tokens"] > 64)
-    text = "with {} tokens, {:.1f} % active, gained {:.2f}, and with {} tokens {:.2f} ({:.1f} %) and {:.2f} ({:.1f} %)"
-    gains = [of["compiled_us"] / of["auto_us"] for of in (most, half, sparser)]
-    shares = [100 * of["density"] for of in (most, half, sparser)]
-    yield text, most["tokens"], shares[0], gains[0], half["tokens"], gains[1], shares[1], gains[2], shares[2]
+    for name, experts, visits, tokens in (
+        ("Qwen3-30B-A3B", 128, (614.0, 123.0), (128, 256)),
+        ("Mixtral-8x7B", 8, (2867.0, 574.0), (64,)),
+    ):
+        for l0, count in product(visits, tokens):
+            now, before = (
+                rows(MANY_EXPERTS, kernels=kernels, experts=experts, requested_l0=l0, tokens=count)[0]
+                for kernels in ("as now", "one tile")
+            )
+            yield (
+                "| {} | {} | {:.1f} % | {:.0f} µs | {:.0f} µs | {:.2f}x | {:.2f}x |",
+                name,
+                count,
+                100 * now["density"],
+                1000 * now["compiled_ms"],
+                1000 * now["sparse_ms"],
+                now["compiled_ms"] / now["sparse_ms"],
+                before["compiled_ms"] / before["sparse_ms"],
+            )
     dense, sparse = (row(EXPERTS_IN_VLLM, side=side) for side in ("dense", "sparse"))
     steps = [(dense[name], sparse[name], dense[name] / sparse[name]) for name in ("decode_1_us", "decode_16_us")]
     yield (
