@@ -100,10 +100,10 @@ def infer_quantized_x() -> int:
 
 
 def routed_experts() -> int:
-    """Groups of one, two and four octets, some of no expert, one token NaN."""
+    """Groups of one to four octets, those of two by one and by two tiles, some of no expert, one token NaN."""
     calls = 0
     cases = ((1, 8, 40, 41, 17), (9, 2, 30, 72, 48), (33, 2, 6, 2056, 33), (64, 8, 130, 264, 20), (64, 4, 7, 72, 100))
-    cases += ((256, 8, 130, 264, 20),)
+    cases += ((256, 8, 130, 264, 20), (24, 2, 8, 72, 33))
     for (tokens, per_token, number, hidden, width), dtype, threshold in itertools.product(
         cases, (torch.bfloat16, torch.float16), (-9.0, 1.3, 9.0)
     ):

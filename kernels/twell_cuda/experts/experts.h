@@ -93,7 +93,7 @@ inline Plan plan_experts(const Experts& e, int sm_count) {
              : visits <= 16 * e.experts               ? 3
                                                       : 4;
   // Of few visits x is few bytes: to share it pays less than a third thread block on each multiprocessor.
-  p.tiles = p.octets == 1 || visits <= 4 * e.experts ? 1 : 2;
+  p.tiles = p.octets >= 3 || (p.octets == 2 && visits > 4 * e.experts) ? 2 : 1;
   p.lane_columns = p.octets >= 3 ? 4 : 8;
   p.blocks = (e.width + decoding::kBlockNeurons - 1) / decoding::kBlockNeurons;
   p.groups = (visits < e.experts + 1 ? visits : e.experts + 1) + visits / (8 * p.octets);
@@ -126,7 +126,7 @@ struct Params {
 inline decoding::Kernels kernels_of(const Plan& plan, const Device& device) {
   decoding::Kernels kernels{};
   kernels.overlap = device.major >= 9;
-  if (plan.octets >= 3) kernels.carveout = 40;  // so that L1 holds x of two large groups
+  if (plan.octets >= 3) kernels.carveout = 40;  // so that L1 has room for x of a large group
   return kernels;
 }
 

@@ -1,12 +1,14 @@
 // First of the two kernels of routed experts: groups of visits, and h = relu(gate) * up of their active neurons
 // (experts/experts.h says what is left where).
 //
-// Thread blocks walk items of a group and a tile of 16 neurons, neighbouring blocks neighbouring neurons. x of a large
-// group is as many bytes as a tile's weights: two tiles share it, and each thread block takes several items in a row,
-// so that L1 still holds it. Of an item, the gate's rows come once, straight into tensor-core operands, then up's rows
-// of the neurons that any of the group's visits activates. Warps share out k by pieces of 64 bytes, and add up through
-// shared memory. Within a piece lane q of four takes 16 consecutive bytes, of weights and of x: both operands see the
-// same permutation of k.
+// Thread blocks walk items of a group and one or two tiles of 16 neurons, neighbouring blocks neighbouring neurons. x
+// of a large group is as many bytes as a tile's weights: two tiles share it, and of the largest groups each thread
+// block takes two items in a row, for what L1 still holds of it. Of an item, the gate's rows come once, straight into
+// tensor-core operands, then up's rows of the neurons that any of the group's visits activates. Warps share out k by
+// pieces of 64 bytes, and add up through shared memory. Within a piece lane q of four takes 16 consecutive bytes, of
+// weights and of x: both operands see the same permutation of k.
+
+#include <type_traits>
 
 #include "decode/gate.cuh"
 #include "decode/launch.h"
@@ -29,6 +31,7 @@ template <int kTiles, int kOctets>
 struct Ahead {
   static constexpr int weights = 4 / kTiles;
   static constexpr int x = kOctets == 1 ? 4 : 2 / kTiles;
+  static_assert(weights % x == 0, "a step's place in what is in flight is known when it is compiled");
 };
 
 // The two rows of each tile that a lane reads: lane / 4 and lane / 4 + 8.
@@ -79,11 +82,6 @@ __device__ __forceinline__ void multiply(float (&sum)[kTiles * kOctets][4], cons
     }
   }
 }
-
-template <int kValue>
-struct Count {
-  static constexpr int value = kValue;
-};
 
 template <typename Half, int kTiles, int kOctets>
 __global__ void __launch_bounds__(kDecodeThreads, residents(kTiles)) gate_up_kernel(const __grid_constant__ Params p) {
@@ -185,9 +183,9 @@ __global__ void __launch_bounds__(kDecodeThreads, residents(kTiles)) gate_up_ker
       };
       const bool one_tile = active_count <= kBlockNeurons;
       if (one_tile) {
-        multiply_up(Count<1>{});
+        multiply_up(std::integral_constant<int, 1>{});
       } else if constexpr (kTiles == 2) {
-        multiply_up(Count<2>{});
+        multiply_up(std::integral_constant<int, 2>{});
       }
       const int up_elements = (one_tile ? 1 : kTiles) * kOctets * 32;
       for (int i = thread; i < kTiles * kQuadsPerBlock * kRoom; i += kDecodeThreads) {
@@ -230,7 +228,7 @@ cudaError_t launch_type(const Plan& plan, const Params& p, const Device& device,
       return plan.tiles == 1 ? launch<Half, 1, 2>(plan, p, device, stream)
                              : launch<Half, 2, 2>(plan, p, device, stream);
     case 3: return launch<Half, 2, 3>(plan, p, device, stream);
-    default: return launch<Half, 2, 4>(plan, p, device, stream);
+    default: return launch<Half, 2, 4>(plan, p, device, stream);  // from three octets on: two tiles
   }
 }
 
