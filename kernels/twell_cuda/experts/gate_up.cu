@@ -86,6 +86,7 @@ __device__ __forceinline__ void multiply(float (&sum)[kTiles * kOctets][4], cons
 template <typename Half, int kTiles, int kOctets>
 __global__ void __launch_bounds__(kDecodeThreads, residents(kTiles)) gate_up_kernel(const __grid_constant__ Params p) {
   constexpr int kNeurons = kTiles * kBlockNeurons;
+  // Of two tiles and four octets, a slot for each warp would not fit into 48 KB.
   constexpr int kSlots = kTiles == 1 ? kDecodeWarps : kDecodeWarps / 2;
   constexpr int kElements = kTiles * kOctets * 32;  // of four sums
   constexpr int kRoom = 8 * kOctets;                // visits
