@@ -117,10 +117,16 @@ def test_few_tokens_of_awkward_blocks(kind, dtype, hidden, width, density):
                 assert_right(case_of(kind, tokens, hidden, width, density, dtype, gated=gated, biases=biases))
 
 
-@pytest.mark.parametrize(("hidden", "width"), [(1088, 2101), (1984, 6300), (2048, 1100), (2048, 5632)])
+# On 9.0 one kernel takes the first ones whole. Beyond its sizes gate rows come by bulk copies, in one to three pieces,
+# to thread blocks of one to 32 sixteens.
+BY_ONE_KERNEL = [(1088, 2101), (1984, 6300), (2048, 1100), (2048, 5632)]
+BY_BULK_COPIES = [(2064, 2101), (2096, 4501), (1040, 6401), (4112, 1041), (80, 65_535)]
+
+
+@pytest.mark.parametrize(("hidden", "width"), BY_ONE_KERNEL + BY_BULK_COPIES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_one_and_two_tokens_of_awkward_blocks(kind, dtype, hidden, width):
-    """Where one kernel takes them on 9.0: rows that end early, 9 to 48 neurons a thread block, few or all active."""
+    """Rows that end early, thread blocks of unequal shares, few or all neurons active."""
     for density, gated in ((0.0, True), (0.003, True), (0.05, False), (1.0, True)):
         case = case_of(kind, 2, hidden, width, density, dtype, gated=gated, biases=gated, by_column=True)
         for tokens in (1, 2):

@@ -32,7 +32,13 @@ Launchers few_launchers(DType weights) {
   }
 }
 
-Launchers bulk_launchers() { return {launch_bulk_gate_up, launch_few_down}; }
+Launchers bulk_launchers(DType weights) {
+  switch (weights) {
+    case DType::kInt8: return {launch_int8_bulk_gate_up, launch_int8_few_down};
+    case DType::kE4m3: return {launch_e4m3_bulk_gate_up, launch_e4m3_few_down};
+    default: return {launch_bulk_gate_up, launch_few_down};
+  }
+}
 
 Launchers fused_launchers() { return {launch_fused, nullptr}; }
 

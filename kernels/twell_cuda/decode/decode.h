@@ -18,9 +18,9 @@ struct Launchers {
 // From sm_80 up (decode/gate_up.cu, decode/down.cu), of 8-bit weights for D a multiple of 16 (*_int8.cu, *_e4m3.cu).
 Launchers mma_launchers(DType weights);
 // Hopper's: for few tokens and large matrices (sm90/decode/bulk_gate_up.cu, few_down.cu); for any number of tokens
-// (few_gate_up.cu, few_down.cu, and those of 8-bit weights); all at once (fused.cu). The last may give a call back with
-// cudaErrorNotSupported, which it then has not begun.
-Launchers bulk_launchers();
+// (few_gate_up.cu, few_down.cu), both with those of 8-bit weights; all at once (fused.cu). The last may give a call
+// back with cudaErrorNotSupported, which it then has not begun.
+Launchers bulk_launchers(DType weights);
 Launchers few_launchers(DType weights);
 Launchers fused_launchers();
 
@@ -49,6 +49,8 @@ cudaError_t launch_int8_down(const Ffn&, const DecodePlan&, void* workspace, cud
 cudaError_t launch_e4m3_gate_up(const Ffn&, const DecodePlan&, void* workspace, cudaStream_t);
 cudaError_t launch_e4m3_down(const Ffn&, const DecodePlan&, void* workspace, cudaStream_t);
 cudaError_t launch_bulk_gate_up(const Ffn&, const DecodePlan&, const Device&, void* workspace, cudaStream_t);
+cudaError_t launch_int8_bulk_gate_up(const Ffn&, const DecodePlan&, const Device&, void* workspace, cudaStream_t);
+cudaError_t launch_e4m3_bulk_gate_up(const Ffn&, const DecodePlan&, const Device&, void* workspace, cudaStream_t);
 cudaError_t launch_fused(const Ffn&, const DecodePlan&, const Device&, void* workspace, cudaStream_t);
 cudaError_t launch_few_gate_up(const Ffn&, const DecodePlan&, const Device&, void* workspace, cudaStream_t);
 cudaError_t launch_few_down(const Ffn&, const DecodePlan&, const Device&, void* workspace, cudaStream_t);

@@ -75,7 +75,9 @@ cudaError_t fused(const Call& call) {
   return run_decode(call, decoding::fused_launchers(), kernels);
 }
 
-cudaError_t bulk(const Call& call) { return run_decode(call, decoding::bulk_launchers(), hopper_kernels()); }
+cudaError_t bulk(const Call& call) {
+  return run_decode(call, decoding::bulk_launchers(call.ffn.gate.dtype), hopper_kernels());
+}
 
 cudaError_t few(const Call& call) {
   return run_decode(call, decoding::few_launchers(call.ffn.gate.dtype), hopper_kernels());
@@ -149,6 +151,7 @@ constexpr Row kTable[] = {
     {"decode",   Gpu::kHopper, 9, kDecodeMaxTokens,            0,     always,         few},
     {"decode",   Gpu::kAny,    1, kDecodeMaxTokens,            0,     always,         mma},
     {"decode",   Gpu::kHopper, 1, 2,                           2,     fused_sixteens, fused,       Weights::kScaled},
+    {"decode",   Gpu::kHopper, 1, 2,                           4,     sixteens,       bulk,        Weights::kScaled},
     {"decode",   Gpu::kHopper, 3, 8,                           2,     sixteens,       few,         Weights::kScaled},
     {"decode",   Gpu::kHopper, 9, kDecodeMaxTokens,            0,     sixteens,       few,         Weights::kScaled},
     {"decode",   Gpu::kHopper, kAboveDecode, kPiecesMaxTokens, 0,     sixteens,       few_pieces,  Weights::kScaled},

@@ -1,5 +1,5 @@
-// Second of Hopper's two decode kernels for 3 to 64 tokens: y = h Wd^T + bd from what the first one left
-// (sm90/decode/few_gate_up.cuh).
+// Second of Hopper's two decode kernels, for 1 to 64 tokens: y = h Wd^T + bd from what the first one left
+// (sm90/decode/few_gate_up.cuh, or bulk_gate_up.cuh).
 //
 // A thread block owns 64 columns of y and, with `splits` of them to a cluster, its own share of the active neurons. All
 // threads list those; then some warps multiply and the others gather columns of Wd and h. The blocks of a cluster
