@@ -29,6 +29,7 @@ LOADS = (("decode", 1), ("decode", 16), ("decode", 64), ("prefill", 8))  # of vL
 DENSE_STEPS = ("eager", "compiled", "dense_ffn")
 MANY_EXPERTS = "kernels/twell_cuda/bench/h200-experts-2026-12-01/rows.jsonl"
 TWO_TILES = "two tiles for groups of 16, 24 and 32"
+DENSER_EXPERTS = "kernels/twell_cuda/bench/h200-experts-2026-12-01/shapes.jsonl"
 OTHER_EXPERTS = "kernels/twell_cuda/bench/h200-experts-2026-11-29/shapes.jsonl"
 EXPERTS_IN_VLLM = "kernels/twell_cuda/bench/h200-experts-2026-11-29/vllm.jsonl"
 EXPERTS = "kernels/twell_cpu/bench/xeon-experts-2026-11-28/bench.jsonl"
@@ -1098,7 +1099,8 @@ def experts() -> Entries:
         )
 
     pairs = [zip(*(rows(CUDA_EXPERTS, hidden=hidden) for hidden in (2048, 4096)), strict=True)]
-    pairs += [zip(*(rows(OTHER_EXPERTS, hidden=hidden) for hidden in (2048, 5120)), strict=True)]
+    few = {hidden: [of for of in rows(OTHER_EXPERTS, hidden=hidden) if of["tokens"] <= 64] for hidden in (2048, 5120)}
+    pairs += [zip(*few.values(), strict=True)]
     for both in chain(*pairs):
         text = f"| {{}} |{' {:.1f} % | {:.0f} µs | {:.0f} µs | {:.2f}x |' * 2}"
         shown = [
@@ -1148,6 +1150,15 @@ def experts() -> Entries:
                 now["compiled_ms"] / now["sparse_ms"],
                 before["compiled_ms"] / before["sparse_ms"],
             )
+    names = {128: "Qwen3-30B-A3B", 8: "Mixtral-8x7B", 256: "Qwen3.5-35B-A3B", 16: "Llama 4 Scout"}
+    for number, name in names.items():
+        loads = dict.fromkeys((of["tokens"], of["requested_l0"]) for of in rows(DENSER_EXPERTS, experts=number))
+        for tokens, l0 in loads:
+            of = rows(DENSER_EXPERTS, experts=number, tokens=tokens, requested_l0=l0)[0]
+            if of["took"] == "kernels":
+                times = 1000 * of["compiled_ms"], 1000 * of["sparse_ms"], of["compiled_ms"] / of["sparse_ms"]
+                text = "| {} | {} | {:.1f} % | {:.0f} µs | {:.0f} µs | {:.2f}x |"
+                yield text, name, tokens, 100 * of["density"], *times
     dense, sparse = (row(EXPERTS_IN_VLLM, side=side) for side in ("dense", "sparse"))
     steps = [(dense[name], sparse[name], dense[name] / sparse[name]) for name in ("decode_1_us", "decode_16_us")]
     yield (
