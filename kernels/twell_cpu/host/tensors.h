@@ -10,7 +10,10 @@
 
 #include "common/parallel.h"
 #include "isa/kernels.h"
+#include "twell_errors.h"
 #include "twell_library.h"
+
+#define TWELL_BOX(function) twell::boxed<&function, twell::Memory::kHost>
 
 namespace twell {
 

@@ -27,6 +27,7 @@
 #include "common/transpose.h"
 #include "host/dispatch.h"
 #include "sm90/training/step.h"
+#include "twell_errors.h"
 #include "twell_library.h"
 #include "twell_limits.h"
 
@@ -34,6 +35,8 @@
 #ifndef STABLE_TORCH_ERROR_CODE_CHECK
 #define STABLE_TORCH_ERROR_CODE_CHECK TORCH_ERROR_CODE_CHECK
 #endif
+
+#define TWELL_BOX(function) twell::boxed<&function, twell::Memory::kCuda>
 
 namespace twell {
 
@@ -48,24 +51,6 @@ Tensor aten(const char* name, const char* overload, const Args&... args) {
   std::array<StableIValue, sizeof...(Args)> stack{torch::stable::detail::from(args)...};
   STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(name, overload, stack.data(), TORCH_ABI_VERSION));
   return torch::stable::detail::to<Tensor>(stack[0]);
-}
-
-// A new contiguous tensor where `like` is. torch::stable::new_empty looks its operator up by name and boxes its
-// arguments in each call, which takes the host as long as a launch.
-inline Tensor allocated(const Tensor& like, torch::headeronly::IntHeaderOnlyArrayRef sizes,
-                        std::optional<ScalarType> type = std::nullopt) {
-  int32_t device_type = 0, dtype = 0;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &dtype));
-  if (type) dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(*type));
-  std::vector<int64_t> strides(sizes.size());
-  int64_t stride = 1;
-  for (size_t i = sizes.size(); i-- > 0; stride *= std::max<int64_t>(sizes[i], 1)) strides[i] = stride;
-  AtenTensorHandle out = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(),
-                                                         strides.data(), dtype, device_type, like.get_device_index(),
-                                                         &out));
-  return Tensor(out);
 }
 
 inline Tensor linear(const Tensor& x, const Tensor& weight, const MaybeTensor& bias) {
@@ -133,7 +118,7 @@ inline const void* pointer(const MaybeTensor& tensor) { return tensor ? tensor->
 
 inline void check_launch(cudaError_t error, const char* what) {
   if (error != cudaSuccess) {
-    throw std::runtime_error(std::string("hf_twell's CUDA ") + what + " failed: " + cudaGetErrorString(error));
+    throw std::runtime_error(std::string("hf_twell's CUDA ") + what + " failed: " + error_text(error));
   }
 }
 
