@@ -30,6 +30,19 @@ inline DType dtype_of(const Tensor& tensor) {
   }
 }
 
+// A new contiguous tensor, by the function that PyTorch's deterministic mode fills.
+inline Tensor allocated(const Tensor& like, torch::headeronly::IntHeaderOnlyArrayRef sizes,
+                        std::optional<ScalarType> type = std::nullopt) {
+  try {
+    return torch::stable::new_empty(like, sizes, type);
+  } catch (const std::runtime_error&) {
+    int64_t elements = 1;
+    for (const int64_t size : sizes) elements *= size;
+    const ScalarType of = type ? *type : like.scalar_type();
+    throw no_room(Memory::kHost, elements, torch::stable::detail::to<int32_t>(torch::stable::detail::from(of)));
+  }
+}
+
 inline Threads thread_pool() {
   return {static_cast<int>(torch::stable::get_num_threads()),
           [](int64_t count, void (*body)(int64_t, int64_t, void*), void* context) {

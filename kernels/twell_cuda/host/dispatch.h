@@ -22,7 +22,8 @@ struct Services {
 // Whether any kernel here takes this type; PyTorch's matmuls compute the others.
 bool has_kernels(DType dtype);
 
-// What an error of a launch says. It is taken from the runtime, too, which would else report it to whoever launches next.
+// What an error of a launch says. It is taken from the runtime, too, which would else report it to whoever launches
+// next.
 inline std::string error_text(cudaError_t error) {
   cudaGetLastError();
   // As twell_errors.h says it. Kernels are loaded when they are first launched, which takes memory.

@@ -53,6 +53,25 @@ Tensor aten(const char* name, const char* overload, const Args&... args) {
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
+// A new contiguous tensor where `like` is. torch::stable::new_empty looks its operator up by name and boxes its
+// arguments in each call, which takes the host as long as a launch.
+inline Tensor allocated(const Tensor& like, torch::headeronly::IntHeaderOnlyArrayRef sizes,
+                        std::optional<ScalarType> type = std::nullopt) {
+  int32_t device_type = 0, dtype = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &dtype));
+  if (type) dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(*type));
+  std::vector<int64_t> strides(sizes.size());
+  int64_t stride = 1;
+  for (size_t i = sizes.size(); i-- > 0; stride *= std::max<int64_t>(sizes[i], 1)) strides[i] = stride;
+  AtenTensorHandle out = nullptr;
+  const AOTITorchError error =
+      aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), dtype, device_type,
+                               like.get_device_index(), &out);
+  if (error != AOTI_TORCH_SUCCESS) throw no_room(Memory::kCuda, stride, dtype);
+  return Tensor(out);
+}
+
 inline Tensor linear(const Tensor& x, const Tensor& weight, const MaybeTensor& bias) {
   return aten("aten::linear", "", x, weight, bias);
 }
