@@ -31,7 +31,7 @@ struct Inputs {
 Tensor forward(Tensor gate, MaybeTensor up, MaybeTensor, MaybeTensor, MaybeTensor, MaybeTensor) {
   const Inputs inputs(gate, up);
   if (up) inputs.check(*up);
-  Tensor h = torch::stable::new_empty(gate, gate.sizes());
+  Tensor h = allocated(gate, gate.sizes());
   activation(select_kernels(inputs.activation.dtype), thread_pool(), inputs.activation, h.mutable_data_ptr());
   return h;
 }
@@ -42,10 +42,10 @@ std::tuple<Tensor, Tensor, Tensor> backward(Tensor grad_h, Tensor gate, MaybeTen
   const Activation& a = inputs.activation;
   const Tensor dh = torch::stable::contiguous(grad_h);
   inputs.check(dh);
-  const auto empty = [&] { return torch::stable::new_empty(gate, {0}); };
-  Tensor grad_gate = torch::stable::new_empty(gate, gate.sizes());
-  Tensor grad_up = up ? torch::stable::new_empty(gate, gate.sizes()) : empty();
-  Tensor report = torch::stable::new_empty(gate, {reports ? 1 + a.width : 0}, ScalarType::Float);
+  const auto empty = [&] { return allocated(gate, {0}); };
+  Tensor grad_gate = allocated(gate, gate.sizes());
+  Tensor grad_up = up ? allocated(gate, gate.sizes()) : empty();
+  Tensor report = allocated(gate, {reports ? 1 + a.width : 0}, ScalarType::Float);
   MaybeTensor keep_weight;
   const Terms terms{number(l1_scale), number(count_scale), fp32_pointer(token_weight, &keep_weight),
                     reports ? static_cast<float*>(report.mutable_data_ptr()) : nullptr};
@@ -58,6 +58,6 @@ std::tuple<Tensor, Tensor, Tensor> backward(Tensor grad_h, Tensor gate, MaybeTen
 }  // namespace twell
 
 TWELL_IMPLEMENTATIONS(CPU, m) {
-  m.impl("activation", TORCH_BOX(&twell::forward));
-  m.impl("activation_backward", TORCH_BOX(&twell::backward));
+  m.impl("activation", TWELL_BOX(twell::forward));
+  m.impl("activation_backward", TWELL_BOX(twell::backward));
 }

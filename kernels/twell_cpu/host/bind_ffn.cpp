@@ -115,7 +115,7 @@ struct Call {
 Tensor forward(const Call& call, const MaybeTensor& b_down, twell::Report* report, const twell::State* state,
                double max_density = 1.0) {
   const twell::Block& block = call.block;
-  Tensor y = torch::stable::new_empty(call.x, call.x.sizes());
+  Tensor y = twell::allocated(call.x, call.x.sizes());
   const auto dense = [&](int64_t first, int64_t last) {
     auto [gate, up] = call.project(rows_of(call.flat(call.x), first, last));
     twell::activation(call.kernels, call.threads, call.activation(last - first, gate, up), gate.mutable_data_ptr());
@@ -140,7 +140,7 @@ std::tuple<Tensor, Tensor, Tensor> ffn(Tensor x, Tensor w_up, Tensor w_down, May
   const int64_t element = twell::element_bytes(block.dtype);
   Tensor report_tensor = torch::stable::new_zeros(x, {tally ? 1 + block.width : 0}, ScalarType::Float);
   const int64_t bytes = capacity > 0 ? twell::State::bytes(block.tokens, capacity, element, block.up != nullptr) : 0;
-  Tensor state_tensor = torch::stable::new_empty(x, {bytes}, ScalarType::Byte);
+  Tensor state_tensor = twell::allocated(x, {bytes}, ScalarType::Byte);
 
   MaybeTensor keep_weight;
   std::vector<double> active(tally ? static_cast<size_t>(block.width) : 0);
@@ -188,16 +188,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> ffn_b
                                               twell::element_bytes(block.dtype), gated);
   const auto wanted = [&](int need) { return (needs >> need & 1) != 0; };
   const auto grad_like = [&](const Tensor& tensor, int need) {
-    return wanted(need) ? torch::stable::new_empty(tensor, tensor.sizes()) : torch::stable::new_empty(tensor, {0});
+    return wanted(need) ? twell::allocated(tensor, tensor.sizes()) : twell::allocated(tensor, {0});
   };
   Tensor grad_x = grad_like(x, kX), grad_up = grad_like(w_up, kUp);
-  Tensor grad_gate = gated ? grad_like(*w_gate, kGate) : torch::stable::new_empty(x, {0});
+  Tensor grad_gate = gated ? grad_like(*w_gate, kGate) : twell::allocated(x, {0});
   // As down_proj is stored, so that autograd takes the gradient over without a copy.
   const bool down_by_column = call.w_down.stride(0) == 1;
-  Tensor grad_down = torch::stable::new_empty(x, {0});
+  Tensor grad_down = twell::allocated(x, {0});
   if (wanted(kDown)) {
-    grad_down = down_by_column ? transposed(torch::stable::new_empty(w_down, {block.width, block.hidden}))
-                               : torch::stable::new_empty(w_down, {block.hidden, block.width});
+    grad_down = down_by_column ? transposed(twell::allocated(w_down, {block.width, block.hidden}))
+                               : twell::allocated(w_down, {block.hidden, block.width});
   }
   MaybeTensor keep_weight;
   const float* weight = twell::fp32_pointer(token_weight, &keep_weight);
@@ -242,7 +242,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> ffn_b
     const Tensor x_rows = rows_of(x_TD, first, last), grad_rows = rows_of(grad_TD, first, last);
     auto [gate, up] = call.project(x_rows);
     Tensor grad_h = torch::stable::matmul(grad_rows, call.w_down);
-    Tensor h = torch::stable::empty_like(gate);
+    Tensor h = twell::allocated(gate, gate.sizes());
     twell::Terms of_rows = terms;
     if (weight) of_rows.token_weight += first;
     // Gradients take the places of what they come from.
@@ -284,7 +284,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> ffn_b
   }
 
   const auto bias_gradient = [&](int need, int64_t count, const std::vector<float>& sums) {
-    Tensor out = torch::stable::new_empty(x, {wanted(need) ? count : 0});
+    Tensor out = twell::allocated(x, {wanted(need) ? count : 0});
     if (wanted(need)) call.kernels.round(sums.data(), count, out.mutable_data_ptr());
     return out;
   };
@@ -304,7 +304,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> ffn_b
       for (size_t d = 0; d < part.size(); ++d) bias_down[d] += part[d];
     }
   }
-  Tensor of_runs = torch::stable::new_empty(x, {run ? 1 : 0}, ScalarType::Float);
+  Tensor of_runs = twell::allocated(x, {run ? 1 : 0}, ScalarType::Float);
   if (run) *static_cast<float*>(of_runs.mutable_data_ptr()) = static_cast<float>(in_runs);
   return {grad_x,
           grad_up,
@@ -325,10 +325,10 @@ TWELL_MORE_OPERATORS(m) {
   m.def("cpu_matrix_unit() -> bool");
 }
 
-TWELL_IMPLEMENTATIONS(CompositeExplicitAutograd, m) { m.impl("cpu_matrix_unit", TORCH_BOX(&cpu_matrix_unit)); }
+TWELL_IMPLEMENTATIONS(CompositeExplicitAutograd, m) { m.impl("cpu_matrix_unit", TWELL_BOX(cpu_matrix_unit)); }
 
 TWELL_IMPLEMENTATIONS(CPU, m) {
-  m.impl("ffn", TORCH_BOX(&ffn));
-  m.impl("infer", TORCH_BOX(&infer));
-  m.impl("ffn_backward", TORCH_BOX(&ffn_backward));
+  m.impl("ffn", TWELL_BOX(ffn));
+  m.impl("infer", TWELL_BOX(infer));
+  m.impl("ffn_backward", TWELL_BOX(ffn_backward));
 }

@@ -39,7 +39,7 @@ inline Tensor dequantized(const Kernels& kernels, const Threads& threads, const 
                           const float* scales, DType dtype) {
   const bool by_column = w.stride(1) != 1;
   const int64_t rows = w.size(by_column ? 1 : 0), columns = w.size(by_column ? 0 : 1), ld = w.stride(by_column ? 1 : 0);
-  Tensor wide = torch::stable::new_empty(like, {rows, columns});
+  Tensor wide = allocated(like, {rows, columns});
   const int8_t* from = static_cast<const int8_t*>(w.const_data_ptr());
   char* to = static_cast<char*>(wide.mutable_data_ptr());
   std::vector<std::vector<float>> scratch(static_cast<size_t>(threads.count));

@@ -10,7 +10,10 @@
 
 #include "common/parallel.h"
 #include "isa/kernels.h"
+#include "twell_errors.h"
 #include "twell_library.h"
+
+#define TWELL_BOX(function) twell::boxed<&function, twell::Memory::kHost>
 
 namespace twell {
 
@@ -24,6 +27,19 @@ inline DType dtype_of(const Tensor& tensor) {
     case ScalarType::BFloat16: return DType::kBFloat16;
     case ScalarType::Half: return DType::kFloat16;
     default: throw std::runtime_error("hf_twell takes float32, bfloat16 or float16 tensors");
+  }
+}
+
+// A new contiguous tensor, by the function that PyTorch's deterministic mode fills.
+inline Tensor allocated(const Tensor& like, torch::headeronly::IntHeaderOnlyArrayRef sizes,
+                        std::optional<ScalarType> type = std::nullopt) {
+  try {
+    return torch::stable::new_empty(like, sizes, type);
+  } catch (const std::runtime_error&) {
+    int64_t elements = 1;
+    for (const int64_t size : sizes) elements *= size;
+    const ScalarType of = type ? *type : like.scalar_type();
+    throw no_room(Memory::kHost, elements, torch::stable::detail::to<int32_t>(torch::stable::detail::from(of)));
   }
 }
 

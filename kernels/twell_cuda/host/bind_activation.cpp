@@ -88,6 +88,6 @@ std::tuple<Tensor, Tensor, Tensor> activate_backward(Tensor grad_h, Tensor gate,
 }  // namespace twell
 
 TWELL_IMPLEMENTATIONS(CUDA, m) {
-  m.impl("activation", TORCH_BOX(&twell::activate));
-  m.impl("activation_backward", TORCH_BOX(&twell::activate_backward));
+  m.impl("activation", TWELL_BOX(twell::activate));
+  m.impl("activation_backward", TWELL_BOX(twell::activate_backward));
 }

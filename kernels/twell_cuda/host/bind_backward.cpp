@@ -107,4 +107,4 @@ Results ffn_backward(Tensor grad_y, Tensor state, Tensor x, Tensor w_up, Tensor 
 }  // namespace
 }  // namespace twell
 
-TWELL_IMPLEMENTATIONS(CUDA, m) { m.impl("ffn_backward", TORCH_BOX(&twell::ffn_backward)); }
+TWELL_IMPLEMENTATIONS(CUDA, m) { m.impl("ffn_backward", TWELL_BOX(twell::ffn_backward)); }

@@ -78,4 +78,4 @@ Tensor compute(Tensor x, Tensor index, Tensor share, Tensor w_gate, Tensor w_up,
 }  // namespace
 }  // namespace twell
 
-TWELL_IMPLEMENTATIONS(CUDA, m) { m.impl("experts", TORCH_BOX(&twell::compute)); }
+TWELL_IMPLEMENTATIONS(CUDA, m) { m.impl("experts", TWELL_BOX(twell::compute)); }

@@ -150,6 +150,6 @@ Tensor infer(Tensor x, Tensor w_up, Tensor w_down, MaybeTensor w_gate, MaybeTens
 }  // namespace twell
 
 TWELL_IMPLEMENTATIONS(CUDA, m) {
-  m.impl("ffn", TORCH_BOX(&twell::ffn));
-  m.impl("infer", TORCH_BOX(&twell::infer));
+  m.impl("ffn", TWELL_BOX(twell::ffn));
+  m.impl("infer", TWELL_BOX(twell::infer));
 }

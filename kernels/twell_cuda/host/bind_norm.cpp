@@ -46,4 +46,4 @@ std::tuple<Tensor, Tensor> add_and_norm(Tensor x, Tensor residual, Tensor weight
 }  // namespace
 }  // namespace twell
 
-TWELL_IMPLEMENTATIONS(CUDA, m) { m.impl("add_rms_norm", TORCH_BOX(&twell::add_and_norm)); }
+TWELL_IMPLEMENTATIONS(CUDA, m) { m.impl("add_rms_norm", TWELL_BOX(twell::add_and_norm)); }

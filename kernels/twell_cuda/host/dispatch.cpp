@@ -252,7 +252,7 @@ void forward(const Ffn& ffn, Selection selected, const Device& device, cudaStrea
   }
   if (error != cudaSuccess) {
     throw std::runtime_error(std::string("hf_twell's CUDA path '") + selected.row->path +
-                             "' failed: " + cudaGetErrorString(error));
+                             "' failed: " + error_text(error));
   }
 }
 

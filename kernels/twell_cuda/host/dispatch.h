@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <string>
 
 #include "common/ffn.h"
 #include "sm90/mid/mid.h"
@@ -20,6 +21,14 @@ struct Services {
 
 // Whether any kernel here takes this type; PyTorch's matmuls compute the others.
 bool has_kernels(DType dtype);
+
+// What an error of a launch says. It is taken from the runtime, too, which would else report it to whoever launches
+// next.
+inline std::string error_text(cudaError_t error) {
+  cudaGetLastError();
+  // As twell_errors.h says it. Kernels are loaded when they are first launched, which takes memory.
+  return error == cudaErrorMemoryAllocation ? "CUDA out of memory." : cudaGetErrorString(error);
+}
 
 // The kernels that compute a call: a row of dispatch.cpp's table, and how that shares out the work.
 struct Row;

@@ -27,6 +27,7 @@
 #include "common/transpose.h"
 #include "host/dispatch.h"
 #include "sm90/training/step.h"
+#include "twell_errors.h"
 #include "twell_library.h"
 #include "twell_limits.h"
 
@@ -34,6 +35,8 @@
 #ifndef STABLE_TORCH_ERROR_CODE_CHECK
 #define STABLE_TORCH_ERROR_CODE_CHECK TORCH_ERROR_CODE_CHECK
 #endif
+
+#define TWELL_BOX(function) twell::boxed<&function, twell::Memory::kCuda>
 
 namespace twell {
 
@@ -62,9 +65,10 @@ inline Tensor allocated(const Tensor& like, torch::headeronly::IntHeaderOnlyArra
   int64_t stride = 1;
   for (size_t i = sizes.size(); i-- > 0; stride *= std::max<int64_t>(sizes[i], 1)) strides[i] = stride;
   AtenTensorHandle out = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(),
-                                                         strides.data(), dtype, device_type, like.get_device_index(),
-                                                         &out));
+  const AOTITorchError error =
+      aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), dtype, device_type,
+                               like.get_device_index(), &out);
+  if (error != AOTI_TORCH_SUCCESS) throw no_room(Memory::kCuda, stride, dtype);
   return Tensor(out);
 }
 
@@ -133,7 +137,7 @@ inline const void* pointer(const MaybeTensor& tensor) { return tensor ? tensor->
 
 inline void check_launch(cudaError_t error, const char* what) {
   if (error != cudaSuccess) {
-    throw std::runtime_error(std::string("hf_twell's CUDA ") + what + " failed: " + cudaGetErrorString(error));
+    throw std::runtime_error(std::string("hf_twell's CUDA ") + what + " failed: " + error_text(error));
   }
 }
 
