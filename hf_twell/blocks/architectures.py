@@ -199,12 +199,13 @@ def find_ffns(model: nn.Module) -> list[Site]:
         if "_orig_mod" in module._modules or any(name.startswith(site.name + ".") for site in sites):
             continue  # what torch.compile wraps around a module, or a part of a block that was found
         experts = getattr(module, "experts", None)
-        if not _experts_form(base_layer(experts), module) if experts is not None else hasattr(module, "router"):
+        form = _experts_form(module, _owner(modules, name)) or _form_of(module)
+        unread = not _experts_form(base_layer(experts), module) if experts is not None else hasattr(module, "router")
+        if unread or (form is None and EXPERTS.gate_up in module._parameters):
             what = type(module if experts is None else experts).__name__
             raise ValueError(
                 f"{name} ({type(module).__name__}) is a mixture of experts of another form ({what}). {SUPPORTED}."
             )
-        form = _experts_form(module, modules.get(name.rpartition(".")[0])) or _form_of(module)
         if form:
             layer = layers.setdefault(layer_name(name), len(layers))
             site: Any = ExpertsSite if isinstance(form, ExpertsForm) else FfnSite
@@ -346,6 +347,15 @@ def _experts_form(module: nn.Module | None, owner: nn.Module | None) -> ExpertsF
     transposed = gate_up.shape == (experts, width, 2 * hidden)
     router = base_layer(getattr(owner, "router", None))
     return EXPERTS._replace(router=router) if alone and transposed and hasattr(router, "top_k") else None
+
+
+def _owner(modules: Mapping[str, nn.Module], name: str) -> nn.Module | None:
+    """The nearest module around one that has a router: adapters (LoRA) put wrappers between them."""
+    while name:
+        name = name.rpartition(".")[0]
+        if hasattr(modules.get(name), "router"):
+            return modules[name]
+    return None
 
 
 def _copies(module: nn.Module) -> list[nn.Module]:

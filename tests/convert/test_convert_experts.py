@@ -138,6 +138,46 @@ def test_lora_on_attention():
     assert torch.equal(logits(merged), logits(twin.merge_and_unload()))
 
 
+@pytest.mark.parametrize("first", ["sparsify", "lora"])
+@pytest.mark.parametrize("name", MIXTURES)
+def test_lora_on_experts(name, first, tmp_path):
+    """By `target_parameters`, in either order: PEFT puts wrappers between a layer and its experts."""
+    from peft import LoraConfig, get_peft_model
+
+    targets = [f"experts.{matrix}" for matrix in ("gate_up_proj", "down_proj")]
+    config = LoraConfig(target_modules=["q_proj"], target_parameters=targets, init_lora_weights=False)
+
+    def adapted(model: nn.Module) -> nn.Module:
+        torch.manual_seed(1)
+        return get_peft_model(model, config).eval()
+
+    twin = adapted(by_hand(mixture(name)))
+    if first == "lora":
+        model = sparsify(adapted(mixture(name)), backend="reference")
+    else:
+        model = adapted(sparsify(mixture(name), backend="reference"))
+    routed = [name for name, _ in mixture(name).named_modules() if name.endswith(".experts")]
+    adapters = [name for name, _ in model.named_parameters() if ".experts." in name and "lora_A" in name]
+    assert len(adapters) == 2 * len(routed)
+    assert len(sparse_ffns(model)) == len(sparse_ffns(sparsify(mixture(name))))
+    assert torch.equal(logits(model), logits(twin))
+    assert not torch.allclose(logits(model), logits(by_hand(mixture(name))))
+
+    merged = model.merge_and_unload()
+    assert torch.equal(logits(merged), logits(twin.merge_and_unload()))
+    merged.save_pretrained(tmp_path)
+    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(merged))
+
+
+def test_experts_whose_router_is_out_of_reach_are_refused():
+    """A shared expert in the same layer is a block, and does not stand for them."""
+    model = mixture("llama4_text")
+    moe = model.model.layers[1].feed_forward
+    moe.others = moe.experts
+    del moe.experts, moe.router
+    assert_refused(model, "model.layers.1.feed_forward.others (Llama4TextExperts) is a mixture of experts of another")
+
+
 def test_a_replaced_forward_is_missed():
     """What others put on the experts and does not call their own is told, as of a dense block."""
     model = sparsify(mixture())
