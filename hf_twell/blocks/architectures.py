@@ -1,7 +1,7 @@
 """Where a model's feed-forward blocks are: each is found by the names of its linear layers, one row of FORMS."""
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -368,6 +368,19 @@ def layer_name(name: str) -> str:
     parts = name.split(".")
     numbers = [place for place, part in enumerate(parts) if part.isdecimal()]
     return ".".join(parts[: numbers[0] + 1]) if numbers else name
+
+
+def block_labels(names: Sequence[str]) -> list[str]:
+    """What figures, logs and cards call a model's blocks, of these dotted names: "3" by the model's layer, or, where
+    some layer has two blocks, "3 experts" and "3 shared_expert"."""
+    layers = [layer_name(name) for name in names]
+    order = {layer: index for index, layer in enumerate(dict.fromkeys(layers))}
+    labels = [str(order[layer]) for layer in layers]
+    if len(order) == len(names):
+        return labels
+    # PEFT wraps experts whose parameters it adapts.
+    parts = [name.replace(".base_layer", "").rpartition(".")[2] for name in names]
+    return [f"{label} {part}" for label, part in zip(labels, parts, strict=True)]
 
 
 def _is_linear(module: nn.Module) -> bool:

@@ -10,7 +10,7 @@ from typing import TypeGuard
 from huggingface_hub import ModelCardData
 from transformers import AutoModelForCausalLM
 
-from hf_twell.blocks.architectures import layer_name, loading_class
+from hf_twell.blocks.architectures import block_labels, layer_name, loading_class
 from hf_twell.files.carried import carried_folder
 from hf_twell.files.tables import UNIONS, markdown_table, percent, unions_cell
 from hf_twell.models.quantizing import CONFIGS
@@ -278,7 +278,7 @@ def sparsity_section(sparsity: Mapping, layers: int | None, earlier: str = "") -
     measured = len({layer_name(row["name"]) for row in rows}) if all("name" in row for row in rows) else len(rows)
     if layers is not None and measured != layers:
         raise ValueError(f"the figures of sparsity are of {measured} layers, the model has {layers}; measure it again")
-    names = [row["name"] for row in rows] if measured < len(rows) else range(len(rows))
+    names = block_labels([row["name"] for row in rows]) if measured < len(rows) else range(len(rows))
     # Training counts no unions.
     known, about = all(row.get("unions") for row in (sparsity, *rows)), ""
     if known:
