@@ -16,6 +16,8 @@ LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
 NEXT = {**LINEAR, "head_dim": 8, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "num_hidden_layers": 4}
 LLAMA4 = {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size_mlp": 48, "interleave_moe_layer_step": 2}
 LLAMA4 |= {"num_hidden_layers": 4, "head_dim": 8}
+DOTS = {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 1}
+DOTS |= {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
 
 MIXTURES = {
     "mixtral": (tf.MixtralForCausalLM, lambda: tf.MixtralConfig(**TEXT, num_local_experts=6)),
@@ -30,10 +32,32 @@ MIXTURES = {
     "qwen3_next": (tf.Qwen3NextForCausalLM, lambda: tf.Qwen3NextConfig(**{**TEXT, **NEXT}, **SHARED)),
 }
 
+# Of the same form, under other types; AFMoE's and dots1's first layers are dense, and others have a shared expert.
+ALIKE = {
+    "afmoe": (
+        tf.AfmoeForCausalLM,
+        lambda: tf.AfmoeConfig(**TEXT, **ROUTED, head_dim=8, num_dense_layers=1, num_shared_experts=1),
+    ),
+    "dots1": (tf.Dots1ForCausalLM, lambda: tf.Dots1Config(**TEXT, **DOTS)),
+    "flex_olmo": (tf.FlexOlmoForCausalLM, lambda: tf.FlexOlmoConfig(**TEXT, num_experts=6, num_experts_per_tok=2)),
+    "minimax_m2": (
+        tf.MiniMaxM2ForCausalLM,
+        lambda: tf.MiniMaxM2Config(**TEXT, num_local_experts=6, num_experts_per_tok=2, head_dim=8),
+    ),
+}
+# One that sees, of which no causal language model holds the text part alone.
+VISION = {"depth": 1, "hidden_size": 32, "out_hidden_size": 32, "intermediate_size": 48, "num_heads": 4}
+SEEING = {
+    "qwen3_vl_moe": (
+        tf.Qwen3VLMoeForConditionalGeneration,
+        lambda: tf.Qwen3VLMoeConfig(text_config={**TEXT, **ROUTED, "head_dim": 8}, vision_config=VISION),
+    )
+}
+
 
 def mixture(name: str = "olmoe") -> nn.Module:
     torch.manual_seed(0)
-    cls, config = MIXTURES[name]
+    cls, config = (MIXTURES | ALIKE | SEEING)[name]
     return cls(config()).eval()
 
 

@@ -1,7 +1,7 @@
 """Where a model's feed-forward blocks are: each is found by the names of its linear layers, one row of FORMS."""
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -199,12 +199,13 @@ def find_ffns(model: nn.Module) -> list[Site]:
         if "_orig_mod" in module._modules or any(name.startswith(site.name + ".") for site in sites):
             continue  # what torch.compile wraps around a module, or a part of a block that was found
         experts = getattr(module, "experts", None)
-        if not _experts_form(base_layer(experts), module) if experts is not None else hasattr(module, "router"):
+        form = _experts_form(module, _owner(modules, name)) or _form_of(module)
+        unread = not _experts_form(base_layer(experts), module) if experts is not None else hasattr(module, "router")
+        if unread or (form is None and EXPERTS.gate_up in module._parameters):
             what = type(module if experts is None else experts).__name__
             raise ValueError(
                 f"{name} ({type(module).__name__}) is a mixture of experts of another form ({what}). {SUPPORTED}."
             )
-        form = _experts_form(module, modules.get(name.rpartition(".")[0])) or _form_of(module)
         if form:
             layer = layers.setdefault(layer_name(name), len(layers))
             site: Any = ExpertsSite if isinstance(form, ExpertsForm) else FfnSite
@@ -348,6 +349,15 @@ def _experts_form(module: nn.Module | None, owner: nn.Module | None) -> ExpertsF
     return EXPERTS._replace(router=router) if alone and transposed and hasattr(router, "top_k") else None
 
 
+def _owner(modules: Mapping[str, nn.Module], name: str) -> nn.Module | None:
+    """The nearest module around one that has a router: adapters (LoRA) put wrappers between them."""
+    while name:
+        name = name.rpartition(".")[0]
+        if hasattr(modules.get(name), "router"):
+            return modules[name]
+    return None
+
+
 def _copies(module: nn.Module) -> list[nn.Module]:
     copies = module._modules.get("modules_to_save")
     return [module] if copies is None else [module.original_module, *copies.values()]
@@ -358,6 +368,19 @@ def layer_name(name: str) -> str:
     parts = name.split(".")
     numbers = [place for place, part in enumerate(parts) if part.isdecimal()]
     return ".".join(parts[: numbers[0] + 1]) if numbers else name
+
+
+def block_labels(names: Sequence[str]) -> list[str]:
+    """What figures, logs and cards call a model's blocks, of these dotted names: "3" by the model's layer, or, where
+    some layer has two blocks, "3 experts" and "3 shared_expert"."""
+    layers = [layer_name(name) for name in names]
+    order = {layer: index for index, layer in enumerate(dict.fromkeys(layers))}
+    labels = [str(order[layer]) for layer in layers]
+    if len(order) == len(names):
+        return labels
+    # PEFT wraps experts whose parameters it adapts.
+    parts = [name.replace(".base_layer", "").rpartition(".")[2] for name in names]
+    return [f"{label} {part}" for label, part in zip(labels, parts, strict=True)]
 
 
 def _is_linear(module: nn.Module) -> bool:

@@ -39,9 +39,10 @@ LLAMA4 = tuple(f"feed_forward.{act}" for act in ("activation_fn", "experts.act_f
 GRANITE = ("block_sparse_moe.experts.act_fn", "shared_mlp.activation")
 ACTIVATIONS = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "ernie4_5_moe", "exaone_moe"), DEEPSEEK),
-    **dict.fromkeys(("glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "cohere2_moe"), DEEPSEEK),
+    **dict.fromkeys(("glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "cohere2_moe", "dots1", "afmoe"), DEEPSEEK),
     **dict.fromkeys(("granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared"), GRANITE),
     **dict.fromkeys(("mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe"), (MLP, *EXPERTS)),
+    **dict.fromkeys(("flex_olmo", "minimax_m2", "qwen3_vl_moe", "qwen3_vl_moe_text"), (MLP, *EXPERTS)),
     "hunyuan_v1_moe": (MLP, "mlp.experts.act_fn", "mlp.shared_mlp.act_fn"),
     "falcon_h1": ("feed_forward.act_fn",),
     "gemma4": (MLP, "experts.act_fn"),

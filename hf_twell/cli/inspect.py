@@ -141,9 +141,9 @@ def summary(result: dict) -> str:
     from hf_twell.inspection.report.findings import findings, headline, number, percent, savings_sentence
 
     rows = []
-    for index, layer in enumerate(result["layers"]):
+    for layer in result["layers"]:
         quantiles = [layer["l0_quantiles"][name] for name in ("p10", "p50", "p90")]
-        row = [index, number(layer["l0"]), percent(layer["density"]), unions_cell(layer["unions"]), *quantiles]
+        row = [layer["label"], number(layer["l0"]), percent(layer["density"]), unions_cell(layer["unions"]), *quantiles]
         rows.append([*row, layer["dead_neurons"], layer["always_on_neurons"]])
         rows[-1].append(percent(layer["magnitude_share"]["10%"]))
         if result.get("conversion"):

@@ -35,6 +35,9 @@ def needs_own_type(model: nn.Module, sites: Sequence[Site]) -> bool:
     top = _top(model)
     kind, cls = type(top.config).model_type, type(top)
     advice = f"{SUPPORTED}."
+    if mixture is not None:
+        known = ", ".join(sorted(modeling_twell.ACTIVATIONS))
+        advice = f"There are types of {known}; another one is a line of {modeling_twell.__name__}.ACTIVATIONS."
     if kind in modeling_twell.ACTIVATIONS:
         advice = f"Convert a model of Transformers' own class, before {cls.__name__} is made of it."
         if cls is getattr(transformers, cls.__name__, None):
@@ -55,7 +58,7 @@ def needs_own_type(model: nn.Module, sites: Sequence[Site]) -> bool:
     raise ValueError(
         f"{mixture.name} ({type(mixture.module).__name__}) holds routed experts, in which engines compute SiLU "
         "whatever the config says, so such a model needs a type of this package's own, and there is none of "
-        f"{type(top.config).model_type} ({type(top).__name__}). {advice}"
+        f"{kind} ({cls.__name__}). {advice}"
     )
 
 

@@ -10,7 +10,15 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 import hf_twell
-from hf_twell.blocks.architectures import ExpertsSite, Site, base_layer, find_ffns, layers_of, stock_class
+from hf_twell.blocks.architectures import (
+    ExpertsSite,
+    Site,
+    base_layer,
+    block_labels,
+    find_ffns,
+    layers_of,
+    stock_class,
+)
 from hf_twell.blocks.calls import store_density
 from hf_twell.blocks.experts import SparseExperts
 from hf_twell.blocks.layout import restore_down
@@ -90,8 +98,9 @@ def _tell_of_dense_blocks(sites: Iterable[Site]) -> None:
 def patch(model: nn.Module, sites: list[Site], chosen: list[int], backend: str) -> None:
     """Make the chosen layers' blocks sparse ones and the others stock ones with ReLU, and say so in the config."""
     layers = layers_of(sites)
-    for place, site in enumerate(sites):
-        part = site.name.rpartition(".")[2] if len(sites) > layers else None
+    labels = block_labels([site.name for site in sites])
+    for place, (site, label) in enumerate(zip(sites, labels, strict=True)):
+        part = label.partition(" ")[2] or None
         for block in site.blocks():
             _use_relu(block)
             if site.layer in chosen:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from hf_twell.blocks.architectures import ExpertsSite, Site, find_ffns
+from hf_twell.blocks.architectures import ExpertsSite, Site, block_labels, find_ffns
 from hf_twell.blocks.batches import batch_size_tokens, check_one_stream, token_weight
 from hf_twell.blocks.modeling import check_whole, sparse_ffns
 from hf_twell.convert.entry import record_density
@@ -44,6 +44,7 @@ def measure_sparsity(
         "layers": [...]}; the top figures are layer means, and those of a layer are means over non-padding tokens. A
         layer is a dict of
         "name", "intermediate_size", "l0", "density", "l1", "dead", "dead_neurons";
+        "label": the model's layer, "3", or, where some layer has two blocks, "3 experts" and "3 shared_expert";
         "unions": {"16": share of neurons that are active in at least one of 16 neighbouring tokens, "64", "128"}, by
         which the time of many tokens at once goes, as that of one goes by the density;
         "always_on_neurons": active for every token;
@@ -195,7 +196,11 @@ class ModelActivity:
 
     def report(self, tokens: int) -> dict[str, Any]:
         """What `measure_sparsity` returns; a ValueError of an h that is not finite."""
-        layers = [{"name": site.name, **self._layers[index].report()} for index, site in enumerate(self.sites)]
+        names = [site.name for site in self.sites]
+        layers: list[dict[str, Any]] = [
+            {"name": name, "label": label, **self._layers[index].report()}
+            for index, (name, label) in enumerate(zip(names, block_labels(names), strict=True))
+        ]
         for layer in layers:
             if not math.isfinite(layer["l1"]):  # infinite and NaN neurons would count as active
                 raise ValueError(

@@ -2,15 +2,18 @@
 
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from string import Template
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
+import torch
 from huggingface_hub import ModelCardData
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from hf_twell.blocks.architectures import layer_name, loading_class
+from hf_twell.blocks import modeling_twell
+from hf_twell.blocks.architectures import ExpertsSite, block_labels, find_ffns, layer_name, loading_class
 from hf_twell.files.carried import carried_folder
 from hf_twell.files.tables import UNIONS, markdown_table, percent, unions_cell
 from hf_twell.models.quantizing import CONFIGS
@@ -76,7 +79,7 @@ def model_card(
     text_config = config.get("text_config", config)
     sizes = (text_config.get("num_hidden_layers"), text_config.get("hidden_size"), text_config.get("intermediate_size"))
     if None not in sizes:
-        facts["shape"] = "{} layers, D={:,}, F={:,}".format(*sizes) + _experts(text_config)
+        facts["shape"] = _mixture(config) or "{} layers, D={:,}, F={:,}".format(*sizes)
     layers = (config.get("twell") or {}).get("layers")
     if layers:
         facts["kernels and L1 term on layers"] = ", ".join(map(str, layers))
@@ -250,13 +253,30 @@ def _quantization(config: Mapping) -> dict:
     return {"quantized weights": method}
 
 
-def _experts(text_config: Mapping) -> str:
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    experts = next((text_config[name] for name in names if text_config.get(name)), None)
-    if experts is None:
-        return ""
-    width = text_config.get("moe_intermediate_size") or text_config["intermediate_size"]
-    return f"; {experts} experts of F={width:,}, {text_config.get('num_experts_per_tok')} a token"
+def _mixture(config: Mapping) -> str | None:
+    """The shape of a mixture of experts, None of another model: made without weights, as types say by different
+    settings which layers have experts, and what beside them."""
+    if not str(config.get("model_type")).startswith(modeling_twell.PREFIX):
+        return None
+    made: Any = AutoConfig.for_model(**{key: value for key, value in config.items() if key != "auto_map"})
+    loader: Any = loading_class(config)
+    with torch.device("meta"):
+        sites = find_ffns(loader.from_config(made))
+    if not any(isinstance(site, ExpertsSite) for site in sites):
+        return None
+    text, blocks = made.get_text_config(), Counter(site.layer for site in sites)
+    layers: dict[int, list[str]] = {}
+    for site, label in zip(sites, block_labels([site.name for site in sites]), strict=True):
+        told = f"F={site.intermediate_size:,}"
+        if isinstance(site, ExpertsSite):
+            per_token = text.top_k_experts if hasattr(text, "top_k_experts") else text.num_experts_per_tok
+            told = f"{site.sizes[0]} experts of {told} ({per_token} a token)"
+        elif blocks[site.layer] > 1:
+            told = f"`{label.partition(' ')[2]}` of {told}"
+        layers.setdefault(site.layer, []).append(told)
+    kinds = Counter(" and ".join(told) for told in layers.values())
+    shown = [f"{kind} in {count if len(kinds) > 1 else 'each'}" for kind, count in kinds.items()]
+    return "; ".join([f"{len(layers)} layers, D={text.hidden_size:,}", *shown])
 
 
 def _losses(measured: Mapping, earlier: str) -> dict:
@@ -278,7 +298,7 @@ def sparsity_section(sparsity: Mapping, layers: int | None, earlier: str = "") -
     measured = len({layer_name(row["name"]) for row in rows}) if all("name" in row for row in rows) else len(rows)
     if layers is not None and measured != layers:
         raise ValueError(f"the figures of sparsity are of {measured} layers, the model has {layers}; measure it again")
-    names = [row["name"] for row in rows] if measured < len(rows) else range(len(rows))
+    names = block_labels([row["name"] for row in rows]) if measured < len(rows) else range(len(rows))
     # Training counts no unions.
     known, about = all(row.get("unions") for row in (sparsity, *rows)), ""
     if known:

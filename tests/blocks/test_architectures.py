@@ -78,6 +78,7 @@ CONVERTIBLE = {
     # Its vision tower has SiLU blocks of the very same names.
     "qwen2_5_vl": tiny(tf.Qwen2_5_VLForConditionalGeneration, text_config={**TEXT, **MROPE}, vision_config=QWEN_VISION),
     "qwen3_vl": tiny(tf.Qwen3VLForConditionalGeneration),
+    "qwen3_vl_moe": tiny(tf.Qwen3VLMoeForConditionalGeneration),
     "idefics3": tiny(tf.Idefics3ForConditionalGeneration, text_config=LLAMA),
     "smolvlm": tiny(tf.SmolVLMForConditionalGeneration, text_config=LLAMA),
     "internvl": tiny(

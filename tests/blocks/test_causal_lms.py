@@ -25,7 +25,7 @@ from tests.paths import ROOT
 
 NAMED = (
     *("llama", "qwen", "mistral", "ministral", "gemma", "phi", "glm", "olmo", "granite", "smollm", "falcon", "exaone"),
-    *("cohere", "ernie", "hunyuan", "deepseek", "mixtral"),
+    *("cohere", "ernie", "hunyuan", "deepseek", "mixtral", "afmoe", "dots1", "flex_olmo", "minimax_m2"),
 )
 UNTRIED = {
     "gemma4_assistant": "it drafts tokens from another model's states, and is no model by itself",
@@ -37,6 +37,7 @@ LATENT = {"num_key_value_heads": 4, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8
 GEMMA3N = {"activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0]}
 OF_TYPE = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa"), LATENT),
+    "dots1": {"n_shared_experts": 1},
     "cohere_compass_text": {
         "rope_parameters": {
             kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")

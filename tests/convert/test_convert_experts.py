@@ -17,14 +17,18 @@ from hf_twell import sparsify, unpatch
 from hf_twell.blocks.experts import SparseExperts
 from hf_twell.blocks.modeling import SparseBlock, sparse_ffns
 from hf_twell.models.quantizing import quantize
-from tests.blocks.test_architectures import assert_refused
+from tests.blocks.test_architectures import assert_refused, config_of
 from tests.conftest import ids, logits
-from tests.mixtures import MIXTURES, TEXT, by_hand, mixture
+from tests.mixtures import ALIKE, MIXTURES, SEEING, by_hand, mixture
 
 pytestmark = pytest.mark.numeric
 
 
-@pytest.mark.parametrize("name", MIXTURES)
+def auto_class(name: str) -> type:
+    return tf.AutoModelForImageTextToText if name in SEEING else AutoModelForCausalLM
+
+
+@pytest.mark.parametrize("name", [*MIXTURES, *ALIKE, *SEEING])
 def test_saves_loads_and_goes_back(name, tmp_path):
     model = mixture(name)
     stock, twin, state = type(model), by_hand(model), {key: w.clone() for key, w in model.state_dict().items()}
@@ -41,8 +45,8 @@ def test_saves_loads_and_goes_back(name, tmp_path):
     model.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["architectures"] == [f"Twell{stock.__name__}"]
-    assert (config["model_type"], config["ffn_act"]) == (f"twell_{name}", "relu")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert (config["model_type"], config.get("text_config", config)["ffn_act"]) == (f"twell_{name}", "relu")
+    loaded = auto_class(name).from_pretrained(tmp_path)
     assert not sparse_ffns(loaded)
     # Weights are compared, not only logits: a matrix of one row, as a shared expert's gate, is summed in an order that
     # goes by its address where a processor's vectors are short.
@@ -55,7 +59,7 @@ def test_saves_loads_and_goes_back(name, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_next", "llama4_text"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_next", "llama4_text", *ALIKE, *SEEING])
 def test_plain_transformers_loads_it(name, tmp_path):
     """In a process of its own, without this package: with remote code, and not without, where it would compute SiLU."""
     model = mixture(name)
@@ -66,19 +70,20 @@ def test_plain_transformers_loads_it(name, tmp_path):
 import sys
 sys.modules["hf_twell"] = None
 import torch
-from transformers import AutoModelForCausalLM
+import transformers
+Head = getattr(transformers, sys.argv[1])
 try:
-    AutoModelForCausalLM.from_pretrained("model", trust_remote_code=False)
+    Head.from_pretrained("model", trust_remote_code=False)
 except ValueError as error:
     assert "trust_remote_code=True" in str(error)
 else:
     raise AssertionError("loaded by a stock class")
-model = AutoModelForCausalLM.from_pretrained("model", trust_remote_code=True).eval()
+model = Head.from_pretrained("model", trust_remote_code=True).eval()
 ids = torch.randint(3, 96, (2, 11), generator=torch.Generator().manual_seed(0))
 with torch.no_grad():
     torch.testing.assert_close(model(input_ids=ids).logits, torch.load("truth.pt"))
 """
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
+    subprocess.run([sys.executable, "-c", code, auto_class(name).__name__], cwd=tmp_path, check=True)
 
 
 def test_a_llama_4_that_sees(tmp_path):
@@ -138,6 +143,49 @@ def test_lora_on_attention():
     assert torch.equal(logits(merged), logits(twin.merge_and_unload()))
 
 
+@pytest.mark.parametrize("first", ["sparsify", "lora"])
+@pytest.mark.parametrize("name", [*MIXTURES, *ALIKE, *SEEING])
+def test_lora_on_experts(name, first, tmp_path):
+    """By `target_parameters`, in either order: PEFT puts wrappers between a layer and its experts."""
+    from peft import LoraConfig, get_peft_model
+
+    targets = [f"experts.{matrix}" for matrix in ("gate_up_proj", "down_proj")]
+    config = LoraConfig(target_modules=["q_proj"], target_parameters=targets, init_lora_weights=False)
+
+    def adapted(model: nn.Module) -> nn.Module:
+        torch.manual_seed(1)
+        return get_peft_model(model, config).eval()
+
+    twin = adapted(by_hand(mixture(name)))
+    if first == "lora":
+        model = sparsify(adapted(mixture(name)), backend="reference")
+    else:
+        model = adapted(sparsify(mixture(name), backend="reference"))
+    routed = [name for name, _ in mixture(name).named_modules() if name.endswith(".experts")]
+    adapters = [name for name, _ in model.named_parameters() if ".experts." in name and "lora_A" in name]
+    assert len(adapters) == 2 * len(routed)
+    blocks, wanted = sparse_ffns(model), sparse_ffns(sparsify(mixture(name)))
+    assert [(block.twell.layer, block.twell.part) for block in blocks] == [
+        (block.twell.layer, block.twell.part) for block in wanted
+    ]
+    assert torch.equal(logits(model), logits(twin))
+    assert not torch.allclose(logits(model), logits(by_hand(mixture(name))))
+
+    merged = model.merge_and_unload()
+    assert torch.equal(logits(merged), logits(twin.merge_and_unload()))
+    merged.save_pretrained(tmp_path)
+    torch.testing.assert_close(logits(auto_class(name).from_pretrained(tmp_path)), logits(merged))
+
+
+def test_experts_whose_router_is_out_of_reach_are_refused():
+    """A shared expert in the same layer is a block, and does not stand for them."""
+    model = mixture("llama4_text")
+    moe = model.model.layers[1].feed_forward
+    moe.others = moe.experts
+    del moe.experts, moe.router
+    assert_refused(model, "model.layers.1.feed_forward.others (Llama4TextExperts) is a mixture of experts of another")
+
+
 def test_a_replaced_forward_is_missed():
     """What others put on the experts and does not call their own is told, as of a dense block."""
     model = sparsify(mixture())
@@ -165,8 +213,9 @@ def test_what_else_the_model_returns():
 
 def test_a_mixture_of_a_type_that_we_have_none_for_is_refused():
     torch.manual_seed(0)
-    model = tf.FlexOlmoForCausalLM(tf.FlexOlmoConfig(**TEXT, num_experts=4, num_experts_per_tok=2))
-    assert_refused(model, "model.layers.0.mlp.experts", "holds routed experts", "there is none of flex_olmo")
+    model = tf.SolarOpenForCausalLM(config_of(tf.SolarOpenConfig))
+    words = ["model.layers.0.mlp.experts", "holds routed experts", "there is none of solar_open (SolarOpenForCausalLM)"]
+    assert_refused(model, *words, "There are types of ", " olmoe, ", "; another one is a line of hf_twell.blocks.")
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])

@@ -233,7 +233,8 @@ def test_every_auto_class_knows_what_it_knows_of_the_stock_type(model_type):
     from transformers.models.auto import modeling_auto
 
     stock = tf.CONFIG_MAPPING[model_type]
-    missing = {"head_dim": 128} if model_type == "hunyuan_v1_moe" else {}  # its own default is none at all
+    defaults = {"hunyuan_v1_moe": {"head_dim": 128}, "dots1": {"n_routed_experts": 4, "n_shared_experts": 1}}
+    missing = defaults.get(model_type, {})  # their own are none at all
     for name, head in vars(modeling_auto).items():
         names = head._model_mapping._model_mapping if name.startswith("AutoModel") and head._model_mapping else {}
         cls = getattr(tf, names.get(model_type, ""), None)

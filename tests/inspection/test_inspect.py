@@ -5,6 +5,7 @@ import io
 import json
 import lzma
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, Qwen2MoeForCausalLM
 
 import hf_twell
 from hf_twell.blocks.architectures import find_ffns
@@ -26,6 +27,7 @@ from hf_twell.inspection.places import LISTED_COUNT, readable
 from hf_twell.inspection.report.findings import savings_sentence
 from hf_twell.inspection.savings import IF_DENSITIES, ffn_savings, predicted_share
 from tests.conftest import one_of, shared_path, started
+from tests.mixtures import MIXTURES
 from tests.paths import DEMO, HELDOUT, ROOT
 
 
@@ -68,6 +70,32 @@ def test_no_figures_from_a_model_that_overflows(command, relu_demo, tokenizer, t
     assert "model.layers.1.mlp: h is not finite" in printed.err.splitlines()[-1]
     assert not printed.out
     assert not (tmp_path / "out").exists()
+
+
+def test_blocks_of_a_mixture_are_named_by_their_layer(tokenizer, text, tmp_path, capsys):
+    """A layer may have two: routed experts, and a shared one."""
+    torch.manual_seed(0)
+    config = MIXTURES["qwen2_moe"][1]()
+    config.vocab_size = len(tokenizer)
+    model = Qwen2MoeForCausalLM(config)
+    with torch.no_grad():  # none of its neurons fires
+        model.model.layers[1].mlp.shared_expert.gate_proj.weight[:] = 0
+    hf_twell.sparsify(model).save_pretrained(tmp_path / "sparse")
+    tokenizer.save_pretrained(tmp_path / "sparse")
+    files = [*("--html", str(tmp_path / "page.html")), *("--output", str(tmp_path / "figures.json"))]
+    assert main(["inspect", str(tmp_path / "sparse"), "--text", str(text), "--tokens", "300", *files]) == 0
+    printed, page = capsys.readouterr().out, (tmp_path / "page.html").read_text()
+    blocks = ["0 experts", "0 shared_expert", "1 experts", "1 shared_expert"]
+    layers = json.loads((tmp_path / "figures.json").read_text())["layers"]
+    assert [layer["label"] for layer in layers] == blocks
+    table = printed.partition("windows of")[2].split("\n\n")[0].splitlines()[3:]
+    assert [re.split(r"\s{2,}", line.strip())[0] for line in table] == blocks
+    assert re.findall(r'<option value="\d">layer (.*?)</option>', page) == blocks
+    assert "layer 1 shared_expert sparsest (0 %)" in printed
+    assert "1 of 4 blocks are mostly dead. More than half of the neurons of layers 1 shared_expert nev" in printed
+    for told in (printed, page):
+        assert not re.search(r"layer [23]\b", told)
+    assert "TwellQwen2MoeForCausalLM, 2 layers" in page
 
 
 @torch.no_grad()

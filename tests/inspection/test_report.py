@@ -24,6 +24,10 @@ def layer(l0: float, dead: int = 10, always: int = 1) -> dict:
     }
 
 
+def labelled(*layers: dict) -> list[dict]:
+    return [{**layer, "label": str(index)} for index, layer in enumerate(layers)]
+
+
 def place(first: int, last: int, tokens: int, l0: float) -> dict:
     return {"first": first, "last": last, "tokens": tokens, "l0": [l0 - 5, l0 + 5], "effective_neurons": [1.0, 3.0]}
 
@@ -37,7 +41,7 @@ def result() -> dict:
         "density": 0.025,
         "unions": {"16": 0.1, "64": 0.25, "128": 0.3},
         "tokens": 5000,
-        "layers": [layer(10, 620), layer(20), layer(40, 501, always=4), layer(30, 500)],
+        "layers": labelled(layer(10, 620), layer(20), layer(40, 501, always=4), layer(30, 500)),
         "positions": [
             *(place(at, at, 10, 45.0) for at in range(4)),
             place(4, 63, 600, 500.0),
@@ -74,7 +78,7 @@ def test_what_stands_out(result):
 def test_the_opposite_is_said(result):
     for row in result["positions"][:4]:
         row["l0"] = [10.0, 10.0]
-    result["layers"] = [layer(30, 120), layer(20), layer(25), layer(24)]
+    result["layers"] = labelled(layer(30, 120), layer(20), layer(25), layer(24))
     for one in result["layers"]:
         one["distinct"]["64"]["neurons"] = 0.96 * one["distinct"]["64"]["if_independent"]
         one["hottest_share"]["10%"], one["magnitude_share"]["10%"] = 0.49, 0.74
@@ -94,7 +98,7 @@ def test_the_opposite_is_said(result):
 def test_an_effect_that_is_absent_is_said_to_be(result):
     for row in result["positions"]:
         row["l0"] = [22.0, 24.0]
-    result["layers"] = [layer(30), layer(28), layer(27), layer(26)]
+    result["layers"] = labelled(layer(30), layer(28), layer(27), layer(26))
     for row in result["vocabulary"]["by_count"]:
         row["l0"] = 20.0
     assert titles(result)[:4] == [
@@ -122,7 +126,7 @@ def test_a_dense_model_is_told_by_effective_neurons(result):
 
 
 def test_the_busiest_layer_may_lie_beside_the_quietest(result):
-    result["layers"] = [layer(190), layer(360), layer(300), layer(290)]
+    result["layers"] = labelled(layer(190), layer(360), layer(300), layer(290))
     assert findings(result)[1]["text"].endswith("(36 % of its neurons), layer 0 fewest (19 %).")
 
 

@@ -13,6 +13,7 @@ from tests.mixtures import by_hand, mixture
 pytestmark = pytest.mark.numeric
 
 EXPERTS, PER_TOKEN, WIDTH = 6, 2, 40
+BLOCKS = ["0 experts", "0 shared_expert", "1 experts", "1 shared_expert"]
 
 
 def batch() -> dict[str, torch.Tensor]:
@@ -127,7 +128,8 @@ def test_a_shared_expert_is_a_layer_of_its_own():
     sparsify(model)
     assert len(model.config.twell["density"]) == 4, "a second call keeps it"
     card = sparsity_section(report, 2)
-    assert "| model.layers.1.mlp.shared_expert |" in card
+    assert [layer["label"] for layer in report["layers"]] == BLOCKS
+    assert [line.split(" | ")[0].removeprefix("| ") for line in card.strip().splitlines()[-5:-1]] == BLOCKS
     with pytest.raises(ValueError, match="of 2 layers, the model has 3"):
         sparsity_section(report, 3)
 

@@ -25,6 +25,7 @@ from hf_twell.models.hub import folder_card
 from tests.conftest import TINY, ids, logits, tiny_llama
 from tests.forks import forks
 from tests.hub_server import HubServer
+from tests.mixtures import mixture
 from tests.paths import MODEL, ROOT
 
 
@@ -450,6 +451,22 @@ def test_names_in_a_card_are_the_hubs_and_break_no_table(tmp_path, monkeypatch):
     scores = {**figures_of_scores(), "text": {}}
     scores["tasks"]["a|b"] = scores["tasks"].pop("arc_easy")
     assert "| a\\|b | test | 5 |" in cards.model_card("me/x", {}, scores=scores)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("mixtral", "2 layers, D=32; 6 experts of F=40 (2 a token) in each"),
+        ("qwen2_moe", "2 layers, D=32; 6 experts of F=24 (2 a token) and `shared_expert` of F=16 in each"),
+        ("qwen3_moe", "2 layers, D=32; F=40 in 1; 6 experts of F=24 (2 a token) in 1"),
+        ("llama4_text", "4 layers, D=32; F=48 in 2; 6 experts of F=40 (2 a token) and `shared_expert` of F=40 in 2"),
+        ("qwen3_vl_moe", "2 layers, D=32; 6 experts of F=24 (2 a token) in each"),
+    ],
+)
+def test_the_card_of_a_mixture_says_which_blocks_there_are(name, shape, tmp_path):
+    """Its config names widths of blocks that no layer has."""
+    hf_twell.sparsify(mixture(name)).save_pretrained(tmp_path)
+    assert f"| shape | {shape} |" in folder_card(tmp_path, "me/x")
 
 
 def test_the_card_tells_unions_beside_the_density():

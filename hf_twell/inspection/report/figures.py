@@ -8,21 +8,21 @@ RUN_LENGTHS = ("16", "64", "128")
 
 def layer_plot(result: dict) -> Plot:
     layers, (key, name) = result["layers"], measure(result)
-    means = [layer[key] for layer in layers]
+    means, labels = [layer[key] for layer in layers], [layer["label"] for layer in layers]
     highs = [layer["l0_quantiles"]["p90"] for layer in layers] if result["sparse"] else []
     plot = Plot(
         f"{name.capitalize()} by layer",
-        "; ".join(f"layer {index}: {number(value)} on average" for index, value in enumerate(means)),
+        "; ".join(f"layer {label}: {number(value)} on average" for label, value in zip(labels, means, strict=True)),
         "layer",
         f"{name} per token",
     )
     plot.y_axis(max([*means, *highs]), number)
-    tips = [f"layer {index}: {number(value)} {name} per token" for index, value in enumerate(means)]
+    tips = [f"layer {label}: {number(value)} {name} per token" for label, value in zip(labels, means, strict=True)]
     plot.bars(means, tips)
     if highs:
         plot.legend.append(("a", "mean"))
         plot.whiskers([layer["l0_quantiles"]["p10"] for layer in layers], highs, "10th to 90th percentile of tokens")
-    plot.x_ticks([(index, str(index)) for index in range(len(layers))])
+    plot.x_ticks(_layer_ticks(layers))
     return plot
 
 
@@ -34,7 +34,7 @@ def magnitude_plot(result: dict) -> Plot | None:
     shares = {top: [(index, 100 * share[top]) for index, share in known] for top in ("1%", "5%", "10%")}
     plot = Plot(
         "How much of a token's activity its strongest neurons carry",
-        "; ".join(f"layer {i}: strongest 10 % carry {value:.0f} %" for i, value in shares["10%"]),
+        "; ".join(f"layer {layers[i]['label']}: strongest 10 % carry {value:.0f} %" for i, value in shares["10%"]),
         "layer",
         "share of the sum of |h| (%)",
     )
@@ -42,7 +42,7 @@ def magnitude_plot(result: dict) -> Plot | None:
     plot.x_scale = lambda x: (x + 0.5) / len(layers)
     for series, (top, points) in zip("cba", shares.items(), strict=True):
         plot.line(points, series, f"strongest {top.replace('%', ' %')}")
-    plot.x_ticks([(index, str(index)) for index in range(len(layers))])
+    plot.x_ticks(_layer_ticks(layers))
     return plot
 
 
@@ -65,7 +65,7 @@ def position_plot(result: dict) -> Plot:
     for series, index in shown.items():
         which = "busiest" if series == "b" else "quietest"
         points = [(place, row[key][index]) for place, row in zip(places, rows, strict=True)]
-        plot.line(points, series, f"{which} layer ({index})", dots=False)
+        plot.line(points, series, f"{which} layer ({layers[index]['label']})", dots=False)
     last = rows[-1]["last"] + 1
     ticks = [1, 2, 4, 8, *(4**power for power in range(2, 12))]
     plot.x_ticks([(tick, f"{tick - 1 if tick < 8 else tick:,}") for tick in ticks if tick <= last])
@@ -189,6 +189,12 @@ def oracle_plot(conversion: dict) -> Plot | None:
     plot.line([(100 * low, dense), (100, dense)], "d", "dense", dots=False)
     plot.x_ticks([(100 * density, f"{100 * density:g}") for density in [*(row["density"] for row in known), 1.0]])
     return plot
+
+
+def _layer_ticks(layers: list[dict]) -> list[tuple[int, str]]:
+    """The first block of each of the model's layers; what else it is called would not fit."""
+    numbers = [layer["label"].split(" ")[0] for layer in layers]
+    return [(numbers.index(number), number) for number in dict.fromkeys(numbers)]
 
 
 def _short(count: int) -> str:

@@ -22,8 +22,8 @@ def headline(result: dict) -> str:
     end = ""
     if len(layers) > 1:
         end = (
-            f"; layer {layers.index(dense)} is densest ({percent(dense['density'])}), "
-            f"layer {layers.index(sparse)} sparsest ({percent(sparse['density'])})"
+            f"; layer {dense['label']} is densest ({percent(dense['density'])}), "
+            f"layer {sparse['label']} sparsest ({percent(sparse['density'])})"
         )
     return f"{number(result['l0'])} of {number(width)} neurons ({percent(result['density'])}) fire for a token{end}."
 
@@ -31,6 +31,11 @@ def headline(result: dict) -> str:
 def measure(result: dict) -> tuple[str, str]:
     """The key and the name of what tells tokens apart: in a dense model every token's L0 is the same."""
     return ("l0", "active neurons") if result["sparse"] else ("effective_neurons", "effective neurons")
+
+
+def layer_count(result: dict) -> int:
+    """How many of the model's layers the figures are of: one that has routed experts and a shared one has two."""
+    return len({layer["label"].split(" ")[0] for layer in result["layers"]})
 
 
 def findings(result: dict) -> list[dict[str, str]]:
@@ -137,24 +142,25 @@ def _layers(result):
     key, name = measure(result)
     values = [layer[key] / layer["intermediate_size"] for layer in layers]
     busiest, quietest = max(values), min(values)
-    at = values.index(busiest)
+    at, least = (layers[values.index(value)]["label"] for value in (busiest, quietest))
     return {
         "title": f"Layer {at} is busiest" if quietest * MANY <= busiest else "Layers are about equally busy",
         "text": f"Layer {at} has most {name} ({percent(busiest)} of its neurons), "
-        f"layer {values.index(quietest)} fewest ({percent(quietest)}).",
+        f"layer {least} fewest ({percent(quietest)}).",
     }
 
 
 def _dead(result):
     layers = result["layers"]
-    mostly = [index for index, layer in enumerate(layers) if layer["dead"] > 0.5]
+    mostly = [layer["label"] for layer in layers if layer["dead"] > 0.5]
     worst = max(layers, key=lambda layer: layer["dead"])
     if mostly:
-        title = f"{len(mostly)} of {len(layers)} layers are mostly dead"
-        text = f"More than half of the neurons of layers {', '.join(map(str, mostly))} never fired"
+        blocks = "layers" if len(layers) == layer_count(result) else "blocks"
+        title = f"{len(mostly)} of {len(layers)} {blocks} are mostly dead"
+        text = f"More than half of the neurons of layers {', '.join(mostly)} never fired"
     else:
         title = "No layer is mostly dead"
-        text = f"Most dead neurons: {worst['dead_neurons']:,} in layer {layers.index(worst)} ({percent(worst['dead'])})"
+        text = f"Most dead neurons: {worst['dead_neurons']:,} in layer {worst['label']} ({percent(worst['dead'])})"
     always = sum(layer["always_on_neurons"] for layer in layers)
     return {
         "title": title,

@@ -12,6 +12,7 @@ from hf_twell.inspection.report.findings import (
     findings,
     headline,
     increase,
+    layer_count,
     measure,
     milliseconds,
     number,
@@ -50,7 +51,7 @@ def render(result: dict) -> str:
 
 def _head(result) -> str:
     layers, (key, name) = result["layers"], measure(result)
-    mean = sum(layer[key] for layer in layers) / len(layers)
+    mean, about = sum(layer[key] for layer in layers) / len(layers), f"{result['class']}, {layer_count(result)} layers"
     tiles = [
         (percent(result["density"]), "density: share of neurons that fire for a token"),
         (percent(result["unions"]["64"]), "union of 64: share that fires for at least one of 64 neighbours"),
@@ -73,7 +74,7 @@ def _head(result) -> str:
         for found in findings(result)
     )
     return (
-        f'<header><p class="model">{escape(result["model"])} · {escape(result["class"])}, {len(layers)} layers, '
+        f'<header><p class="model">{escape(result["model"])} · {escape(about)}, '
         f"activation {escape(str(result['activation']))}</p><h1>{escape(headline(result))}</h1>"
         + "".join(f'<p class="warning" role="note">{escape(warning)}</p>' for warning in warnings)
         + f'<ul class="tiles">{cells}</ul>{"" if result["sparse"] else _DENSE}</header>'
@@ -86,12 +87,12 @@ def _layers(result) -> str:
     plots.append(figures.magnitude_plot(result))
     names = ("p10", "p50", "p90", "p99", "max")
     counts, kinds = [], []
-    for index, layer in enumerate(result["layers"]):
-        counts.append([_row_head(index), _value(layer["l0"]), _value(layer["density"], percent)])
+    for layer in result["layers"]:
+        counts.append([_row_head(layer["label"]), _value(layer["l0"]), _value(layer["density"], percent)])
         counts[-1] += [_value(layer["unions"][run], percent) for run in figures.RUN_LENGTHS]
         counts[-1] += [_value(layer["l0_quantiles"][name]) for name in names]
         counts[-1] += [_value(layer["dead_neurons"]), _value(layer["always_on_neurons"])]
-        kinds.append([_row_head(index), _value(layer["hottest_share"]["10%"], percent)])
+        kinds.append([_row_head(layer["label"]), _value(layer["hottest_share"]["10%"], percent)])
         kinds[-1] += [_value(layer["effective_neurons"])]
         kinds[-1] += [_value(layer["magnitude_share"][top], percent) for top in ("1%", "5%", "10%")]
     count_headings = ["layer", "mean L0", "density", *(f"union of {run} tokens" for run in figures.RUN_LENGTHS)]
@@ -142,7 +143,8 @@ def _passage(result) -> str:
         for text, value in zip(passage["text"], mean, strict=True)
     )
     options = '<option value="0">mean of all layers</option>' + "".join(
-        f'<option value="{index + 1}">layer {index}</option>' for index in range(len(layers))
+        f'<option value="{index}">layer {escape(layer["label"])}</option>'
+        for index, layer in enumerate(result["layers"], start=1)
     )
     top = sorted(range(len(mean)), key=mean.__getitem__, reverse=True)[:5]
     spoken = ", ".join(f"“{_visible(passage['text'][index])}” ({number(mean[index])})" for index in top)
