@@ -39,7 +39,7 @@ check-portable:
 	out/portable_check
 
 # The CUDA kernels under compute-sanitizer, on a GPU machine as it is: accesses out of bounds; races in shared memory of
-# the portable kernels, as racecheck cannot follow Hopper's (kernels/twell_cuda/LOG.md).
+# the portable kernels, the experts' and the norms', as racecheck cannot follow others (kernels/twell_cuda/LOG.md).
 # Compiled first without it. Other libraries' kernels are left out: cuBLAS's have findings of their own.
 SANITIZER_FLAGS ?= --kernel-name kns=twell
 SANITIZE = PYTHONPATH=$(CURDIR) compute-sanitizer --error-exitcode 1 $(SANITIZER_FLAGS)
