@@ -44,6 +44,13 @@ ALIKE = {
         tf.MiniMaxM2ForCausalLM,
         lambda: tf.MiniMaxM2Config(**TEXT, num_local_experts=6, num_experts_per_tok=2, head_dim=8),
     ),
+    # Its config has no `intermediate_size`.
+    "qwen3_5_moe_text": (
+        tf.Qwen3_5MoeForCausalLM,
+        lambda: tf.Qwen3_5MoeTextConfig(
+            **{key: value for key, value in (TEXT | NEXT | SHARED).items() if key != "intermediate_size"}
+        ),
+    ),
 }
 # One that sees, of which no causal language model holds the text part alone.
 VISION = {"depth": 1, "hidden_size": 32, "out_hidden_size": 32, "intermediate_size": 48, "num_heads": 4}

@@ -185,6 +185,18 @@ class ExpertsSite(NamedTuple):
 Site = FfnSite | ExpertsSite
 
 
+class Place(NamedTuple):
+    """Where a block is: the model's layer and, where some layer has two blocks, its name in there."""
+
+    layer: int
+    part: str | None = None
+
+    @property
+    def label(self) -> str:
+        """What figures and cards call the block: "3", or "3 experts" and "3 shared_expert"."""
+        return str(self.layer) if self.part is None else f"{self.layer} {self.part}"
+
+
 def find_ffns(model: nn.Module) -> list[Site]:
     """The feed-forward blocks of the model's text decoder, in layer order; a layer may have experts and a dense one. A
     ValueError names the module of a layer that has no block which can be made sparse."""
@@ -200,8 +212,11 @@ def find_ffns(model: nn.Module) -> list[Site]:
             continue  # what torch.compile wraps around a module, or a part of a block that was found
         experts = getattr(module, "experts", None)
         form = _experts_form(module, _owner(modules, name)) or _form_of(module)
-        unread = not _experts_form(base_layer(experts), module) if experts is not None else hasattr(module, "router")
-        if unread or (form is None and EXPERTS.gate_up in module._parameters):
+        unread = experts is not None and not _experts_form(base_layer(experts), module)
+        only_router = experts is None and hasattr(module, "router")
+        # Experts whose router is out of reach: a shared expert of their layer would pass for all that it has.
+        only_experts = form is None and EXPERTS.gate_up in module._parameters
+        if unread or only_router or only_experts:
             what = type(module if experts is None else experts).__name__
             raise ValueError(
                 f"{name} ({type(module).__name__}) is a mixture of experts of another form ({what}). {SUPPORTED}."
@@ -370,17 +385,15 @@ def layer_name(name: str) -> str:
     return ".".join(parts[: numbers[0] + 1]) if numbers else name
 
 
-def block_labels(names: Sequence[str]) -> list[str]:
-    """What figures, logs and cards call a model's blocks, of these dotted names: "3" by the model's layer, or, where
-    some layer has two blocks, "3 experts" and "3 shared_expert"."""
+def block_places(names: Sequence[str]) -> list[Place]:
+    """The places of a model's blocks, of these dotted names."""
     layers = [layer_name(name) for name in names]
     order = {layer: index for index, layer in enumerate(dict.fromkeys(layers))}
-    labels = [str(order[layer]) for layer in layers]
     if len(order) == len(names):
-        return labels
+        return [Place(order[layer]) for layer in layers]
     # PEFT wraps experts whose parameters it adapts.
     parts = [name.replace(".base_layer", "").rpartition(".")[2] for name in names]
-    return [f"{label} {part}" for label, part in zip(labels, parts, strict=True)]
+    return [Place(order[layer], part) for layer, part in zip(layers, parts, strict=True)]
 
 
 def _is_linear(module: nn.Module) -> bool:

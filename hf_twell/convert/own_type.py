@@ -36,8 +36,11 @@ def needs_own_type(model: nn.Module, sites: Sequence[Site]) -> bool:
     kind, cls = type(top.config).model_type, type(top)
     advice = f"{SUPPORTED}."
     if mixture is not None:
-        known = ", ".join(sorted(modeling_twell.ACTIVATIONS))
-        advice = f"There are types of {known}; another one is a line of {modeling_twell.__name__}.ACTIVATIONS."
+        known = [name for name, paths in modeling_twell.ACTIVATIONS.items() if any("experts.act" in p for p in paths)]
+        advice = (
+            f"There are types of {', '.join(sorted(known))}. To add {kind}, add its line to ACTIVATIONS in "
+            f"hf_twell/blocks/{modeling_twell.FILE}."
+        )
     if kind in modeling_twell.ACTIVATIONS:
         advice = f"Convert a model of Transformers' own class, before {cls.__name__} is made of it."
         if cls is getattr(transformers, cls.__name__, None):

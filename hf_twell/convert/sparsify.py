@@ -14,7 +14,7 @@ from hf_twell.blocks.architectures import (
     ExpertsSite,
     Site,
     base_layer,
-    block_labels,
+    block_places,
     find_ffns,
     layers_of,
     stock_class,
@@ -98,13 +98,12 @@ def _tell_of_dense_blocks(sites: Iterable[Site]) -> None:
 def patch(model: nn.Module, sites: list[Site], chosen: list[int], backend: str) -> None:
     """Make the chosen layers' blocks sparse ones and the others stock ones with ReLU, and say so in the config."""
     layers = layers_of(sites)
-    labels = block_labels([site.name for site in sites])
-    for place, (site, label) in enumerate(zip(sites, labels, strict=True)):
-        part = label.partition(" ")[2] or None
+    places = block_places([site.name for site in sites])
+    for index, (site, place) in enumerate(zip(sites, places, strict=True)):
         for block in site.blocks():
             _use_relu(block)
             if site.layer in chosen:
-                _make_sparse(block, FfnSettings(site.name, site.layer, site.form, backend, place, part))
+                _make_sparse(block, FfnSettings(site.name, site.layer, site.form, backend, index, place.part))
             else:
                 _restore_stock(block.module)
     model.config.twell = new_entry(model.config, chosen if len(chosen) < layers else None, len(sites))

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from hf_twell.blocks.architectures import ExpertsSite, Site, block_labels, find_ffns
+from hf_twell.blocks.architectures import ExpertsSite, Site, block_places, find_ffns
 from hf_twell.blocks.batches import batch_size_tokens, check_one_stream, token_weight
 from hf_twell.blocks.modeling import check_whole, sparse_ffns
 from hf_twell.convert.entry import record_density
@@ -44,7 +44,8 @@ def measure_sparsity(
         "layers": [...]}; the top figures are layer means, and those of a layer are means over non-padding tokens. A
         layer is a dict of
         "name", "intermediate_size", "l0", "density", "l1", "dead", "dead_neurons";
-        "label": the model's layer, "3", or, where some layer has two blocks, "3 experts" and "3 shared_expert";
+        "layer": index of the model's layer;
+        "label": the same as text, "3", or, where some layer has two blocks, "3 experts" and "3 shared_expert";
         "unions": {"16": share of neurons that are active in at least one of 16 neighbouring tokens, "64", "128"}, by
         which the time of many tokens at once goes, as that of one goes by the density;
         "always_on_neurons": active for every token;
@@ -198,8 +199,8 @@ class ModelActivity:
         """What `measure_sparsity` returns; a ValueError of an h that is not finite."""
         names = [site.name for site in self.sites]
         layers: list[dict[str, Any]] = [
-            {"name": name, "label": label, **self._layers[index].report()}
-            for index, (name, label) in enumerate(zip(names, block_labels(names), strict=True))
+            {"name": name, "layer": place.layer, "label": place.label, **self._layers[index].report()}
+            for index, (name, place) in enumerate(zip(names, block_places(names), strict=True))
         ]
         for layer in layers:
             if not math.isfinite(layer["l1"]):  # infinite and NaN neurons would count as active

@@ -8,14 +8,15 @@ from pathlib import Path
 from string import Template
 from typing import Any, TypeGuard
 
-import torch
 from huggingface_hub import ModelCardData
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_twell.blocks import modeling_twell
-from hf_twell.blocks.architectures import ExpertsSite, block_labels, find_ffns, layer_name, loading_class
+from hf_twell.blocks.architectures import ExpertsSite, block_places, find_ffns, loading_class
 from hf_twell.files.carried import carried_folder
+from hf_twell.files.configs import one_line_errors
 from hf_twell.files.tables import UNIONS, markdown_table, percent, unions_cell
+from hf_twell.models.loading import without_weights
 from hf_twell.models.quantizing import CONFIGS
 
 CLAUSES = {  # by `term`
@@ -78,8 +79,10 @@ def model_card(
     facts = {"base model": _link(base_model)}
     text_config = config.get("text_config", config)
     sizes = (text_config.get("num_hidden_layers"), text_config.get("hidden_size"), text_config.get("intermediate_size"))
-    if None not in sizes:
-        facts["shape"] = _mixture(config) or "{} layers, D={:,}, F={:,}".format(*sizes)
+    if (mixture := _mixture(config)) is not None:
+        facts["shape"] = mixture
+    elif None not in sizes:
+        facts["shape"] = "{} layers, D={:,}, F={:,}".format(*sizes)
     layers = (config.get("twell") or {}).get("layers")
     if layers:
         facts["kernels and L1 term on layers"] = ", ".join(map(str, layers))
@@ -256,23 +259,23 @@ def _quantization(config: Mapping) -> dict:
 def _mixture(config: Mapping) -> str | None:
     """The shape of a mixture of experts, None of another model: made without weights, as types say by different
     settings which layers have experts, and what beside them."""
-    if not str(config.get("model_type")).startswith(modeling_twell.PREFIX):
+    kind = str(config.get("model_type"))
+    if kind.removeprefix(modeling_twell.PREFIX) not in modeling_twell.ACTIVATIONS:
         return None
-    made: Any = AutoConfig.for_model(**{key: value for key, value in config.items() if key != "auto_map"})
-    loader: Any = loading_class(config)
-    with torch.device("meta"):
-        sites = find_ffns(loader.from_config(made))
+    with one_line_errors(f"no {kind} can be made of config.json"):
+        made: Any = AutoConfig.for_model(**{key: value for key, value in config.items() if key != "auto_map"})
+        sites = find_ffns(without_weights(made, loading_class(config)))
     if not any(isinstance(site, ExpertsSite) for site in sites):
         return None
     text, blocks = made.get_text_config(), Counter(site.layer for site in sites)
     layers: dict[int, list[str]] = {}
-    for site, label in zip(sites, block_labels([site.name for site in sites]), strict=True):
+    for site, place in zip(sites, block_places([site.name for site in sites]), strict=True):
         told = f"F={site.intermediate_size:,}"
         if isinstance(site, ExpertsSite):
             per_token = text.top_k_experts if hasattr(text, "top_k_experts") else text.num_experts_per_tok
             told = f"{site.sizes[0]} experts of {told} ({per_token} a token)"
         elif blocks[site.layer] > 1:
-            told = f"`{label.partition(' ')[2]}` of {told}"
+            told = f"`{place.part}` of {told}"
         layers.setdefault(site.layer, []).append(told)
     kinds = Counter(" and ".join(told) for told in layers.values())
     shown = [f"{kind} in {count if len(kinds) > 1 else 'each'}" for kind, count in kinds.items()]
@@ -294,11 +297,10 @@ def sparsity_section(sparsity: Mapping, layers: int | None, earlier: str = "") -
     rows = sparsity.get("layers")
     if not isinstance(rows, list) or not rows or not all({"l0", "density", "dead"} <= row.keys() for row in rows):
         raise ValueError("these are no figures of sparsity: give what measure_sparsity or `hf-twell inspect` returned")
-    # A layer may have two blocks, routed experts and a shared one.
-    measured = len({layer_name(row["name"]) for row in rows}) if all("name" in row for row in rows) else len(rows)
+    places = block_places([row.get("name", str(index)) for index, row in enumerate(rows)])
+    measured = len({place.layer for place in places})
     if layers is not None and measured != layers:
         raise ValueError(f"the figures of sparsity are of {measured} layers, the model has {layers}; measure it again")
-    names = block_labels([row["name"] for row in rows]) if measured < len(rows) else range(len(rows))
     # Training counts no unions.
     known, about = all(row.get("unions") for row in (sparsity, *rows)), ""
     if known:
@@ -311,7 +313,10 @@ def sparsity_section(sparsity: Mapping, layers: int | None, earlier: str = "") -
                 *([unions_cell(row["unions"])] if known else []),
                 percent(row["dead"]),
             ]
-            for name, row in (*zip(names, rows, strict=True), ("mean", sparsity))
+            for name, row in (
+                *((place.label, row) for place, row in zip(places, rows, strict=True)),
+                ("mean", sparsity),
+            )
         ],
     )
     return f"## Sparsity\n\n{sparsity.get('where') or _where(sparsity, earlier)}{about}\n\n{layers_table}\n"

@@ -153,15 +153,18 @@ def check_checkpoint(path: str | Path, **hub: Any) -> None:
         entry = check_entry(config)
         shapes = tensor_shapes(weight_files(path, **hub))
         check_sizes(path, config, shapes)
-        with torch.device("meta"):
-            if hasattr(loader, "from_config"):  # an Auto class
-                model = loader.from_config(config, trust_remote_code=False)
-            else:
-                model = loader._from_config(config)
-        check_shapes(path, model, shapes)
+        check_shapes(path, without_weights(config, loader), shapes)
         if entry is not None:
             chosen_layers(config, None, config.get_text_config().num_hidden_layers)
     check_generation_config(path, **hub)
+
+
+def without_weights(config: PreTrainedConfig, loader: Any) -> PreTrainedModel:
+    """The model of this config, on the meta device, of the class that `loader`, as of `loading_class`, makes."""
+    with torch.device("meta"):
+        if hasattr(loader, "from_config"):  # an Auto class
+            return loader.from_config(config, trust_remote_code=False)
+        return loader._from_config(config)
 
 
 def stored_dtype(path: str | Path) -> torch.dtype | None:

@@ -16,29 +16,31 @@ extern "C" __attribute__((weak)) const char* torch_exception_get_what_without_ba
 
 namespace twell {
 
-enum class Memory { kHost, kCuda };
+// What tensors lie in: how it is told that this is full, and which other error its device has, "" where none.
+struct HostMemory {
+  static constexpr const char* kFull = "DefaultCPUAllocator: can't allocate memory.";
+  static std::string other_error() { return ""; }
+};
 
-inline std::string out_of_memory(Memory memory) {
-  return memory == Memory::kCuda ? "CUDA out of memory." : "DefaultCPUAllocator: can't allocate memory.";
+// PyTorch's own words for what failed last in this thread. Before torch 2.13, which writes them to standard error
+// alone: the device's error, and without one that the memory is full, `about` that.
+template <typename Memory>
+std::string reason(const std::string& about) {
+  if (torch_exception_get_what_without_backtrace != nullptr) return torch_exception_get_what_without_backtrace();
+  const std::string other = Memory::other_error();
+  return other.empty() ? Memory::kFull + about : other;
 }
 
-// PyTorch's own words for what failed last in this thread; `otherwise` before torch 2.13, which writes them to standard
-// error alone.
-inline std::string reason_or(const std::string& otherwise) {
-  if (torch_exception_get_what_without_backtrace == nullptr) return otherwise;
-  return torch_exception_get_what_without_backtrace();
+// Of a tensor of so many elements that could not be made.
+template <typename Memory>
+std::runtime_error no_tensor(int64_t elements, int32_t dtype) {
+  const int64_t bytes = elements * static_cast<int64_t>(aoti_torch_dtype_element_size(dtype)), mebibytes = bytes >> 20;
+  const std::string size = mebibytes > 0 ? std::to_string(mebibytes) + " MiB" : std::to_string(bytes) + " bytes";
+  return std::runtime_error(reason<Memory>(" hf_twell tried to allocate " + size));
 }
 
-// Of a tensor of so many elements that found no room, in 2.13 in PyTorch's words.
-inline std::runtime_error no_room(Memory memory, int64_t elements, int32_t dtype) {
-  const int64_t mebibytes = elements * static_cast<int64_t>(aoti_torch_dtype_element_size(dtype)) >> 20;
-  return std::runtime_error(
-      reason_or(out_of_memory(memory) + " hf_twell tried to allocate " + std::to_string(mebibytes) + " MiB"));
-}
-
-// TORCH_BOX(function), with errors of PyTorch's other functions and of the host's own memory told, too. `memory`: of
-// tensors.
-template <auto function, Memory memory>
+// TORCH_BOX(function), with errors of PyTorch's other functions and of the host's own memory told, too.
+template <auto function, typename Memory>
 void boxed(StableIValue* stack, uint64_t inputs, uint64_t outputs) {
   std::string text;
   try {
@@ -46,12 +48,16 @@ void boxed(StableIValue* stack, uint64_t inputs, uint64_t outputs) {
   } catch (const std::bad_alloc& error) {
     text = error.what();
   } catch (const std::runtime_error& error) {
+    // Words of PyTorch's headers (TORCH_ERROR_CODE_CHECK) for a function that failed; other errors are our own.
     if (std::strstr(error.what(), " API call failed at ") == nullptr) throw;
     // All other arguments were checked before.
-    text = reason_or(out_of_memory(memory) + " Most likely, as a function of PyTorch's failed; before version 2.13 " +
-                     "PyTorch writes why to standard error alone. (" + error.what() + ")");
+    text = reason<Memory>(std::string(" Most likely, as a function of PyTorch's failed; before version 2.13 PyTorch ") +
+                          "writes why to standard error alone. (" + error.what() + ")");
   }
-  if (text == std::bad_alloc().what()) text = out_of_memory(Memory::kHost) + " hf_twell's own buffers found no room";
+  // PyTorch's reason may be that, too: its functions have buffers beside tensors.
+  if (text == std::bad_alloc().what()) {
+    text = std::string(HostMemory::kFull) + " Buffers beside tensors found no room";
+  }
   throw std::runtime_error(text);
 }
 

@@ -151,7 +151,7 @@ constexpr DensityLimits kCudaUnionLimits[] = {
 };
 // A GPU computes a layer's routed experts at once where its tokens, times the experts that each goes through, and its
 // experts are no more than these; and does so by itself up to a density by the tokens that an expert has on average.
-// H200s, Qwen3-30B-A3B's shape: 1.45 times compiled grouped matmuls at 16 tokens an expert and 10 % active, 1.66 at 8 and
+// H200s, Qwen3-30B-A3B's shape: 1.45 times compiled grouped matmuls at 16 tokens an expert and 10 % active, 1.69 at 8 and
 // 19 %. Of 16 tokens more than 10 % is extrapolated.
 constexpr int64_t kCudaExpertPairs = 2048;
 constexpr int64_t kCudaExperts = 512;

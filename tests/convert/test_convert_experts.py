@@ -36,7 +36,7 @@ def test_saves_loads_and_goes_back(name, tmp_path):
     assert {key: torch.equal(w, state[key]) for key, w in model.state_dict().items()} == dict.fromkeys(state, True)
     assert torch.equal(logits(model), logits(twin))
     blocks = sparse_ffns(model)
-    mixtures = [name for name, _ in model.named_modules() if name.endswith(".experts")]
+    mixtures = [module for module, _ in model.named_modules() if module.endswith(".experts")]
     assert [block.twell.name for block in blocks if isinstance(block, SparseExperts)] == mixtures
     for again in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
         assert [type(block) for block in sparse_ffns(again)] == [type(block) for block in blocks]
@@ -161,8 +161,8 @@ def test_lora_on_experts(name, first, tmp_path):
         model = sparsify(adapted(mixture(name)), backend="reference")
     else:
         model = adapted(sparsify(mixture(name), backend="reference"))
-    routed = [name for name, _ in mixture(name).named_modules() if name.endswith(".experts")]
-    adapters = [name for name, _ in model.named_parameters() if ".experts." in name and "lora_A" in name]
+    routed = [module for module, _ in mixture(name).named_modules() if module.endswith(".experts")]
+    adapters = [weight for weight, _ in model.named_parameters() if ".experts." in weight and "lora_A" in weight]
     assert len(adapters) == 2 * len(routed)
     blocks, wanted = sparse_ffns(model), sparse_ffns(sparsify(mixture(name)))
     assert [(block.twell.layer, block.twell.part) for block in blocks] == [
@@ -215,7 +215,10 @@ def test_a_mixture_of_a_type_that_we_have_none_for_is_refused():
     torch.manual_seed(0)
     model = tf.SolarOpenForCausalLM(config_of(tf.SolarOpenConfig))
     words = ["model.layers.0.mlp.experts", "holds routed experts", "there is none of solar_open (SolarOpenForCausalLM)"]
-    assert_refused(model, *words, "There are types of ", " olmoe, ", "; another one is a line of hf_twell.blocks.")
+    mixtures = "There are types of afmoe, cohere2_moe, deepseek_v2, deepseek_v3, deepseek_v32, dots1, ernie4_5_moe, "
+    mixtures += "exaone_moe, flex_olmo, "  # and not falcon_h1, whose blocks are dense
+    advice = "To add solar_open, add its line to ACTIVATIONS in hf_twell/blocks/modeling_twell.py."
+    assert_refused(model, *words, mixtures, advice)
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])

@@ -88,11 +88,11 @@ def test_blocks_of_a_mixture_are_named_by_their_layer(tokenizer, text, tmp_path,
     blocks = ["0 experts", "0 shared_expert", "1 experts", "1 shared_expert"]
     layers = json.loads((tmp_path / "figures.json").read_text())["layers"]
     assert [layer["label"] for layer in layers] == blocks
-    table = printed.partition("windows of")[2].split("\n\n")[0].splitlines()[3:]
-    assert [re.split(r"\s{2,}", line.strip())[0] for line in table] == blocks
+    for block in blocks:
+        assert re.search(rf"^\W*{block}\b", printed, re.MULTILINE), "a row of the table"
     assert re.findall(r'<option value="\d">layer (.*?)</option>', page) == blocks
     assert "layer 1 shared_expert sparsest (0 %)" in printed
-    assert "1 of 4 blocks are mostly dead. More than half of the neurons of layers 1 shared_expert nev" in printed
+    assert "1 of 4 blocks are mostly dead. More than half of the neurons of blocks 1 shared_expert nev" in printed
     for told in (printed, page):
         assert not re.search(r"layer [23]\b", told)
     assert "TwellQwen2MoeForCausalLM, 2 layers" in page

@@ -25,7 +25,7 @@ def layer(l0: float, dead: int = 10, always: int = 1) -> dict:
 
 
 def labelled(*layers: dict) -> list[dict]:
-    return [{**layer, "label": str(index)} for index, layer in enumerate(layers)]
+    return [{**layer, "layer": index, "label": str(index)} for index, layer in enumerate(layers)]
 
 
 def place(first: int, last: int, tokens: int, l0: float) -> dict:

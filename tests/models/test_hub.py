@@ -461,12 +461,22 @@ def test_names_in_a_card_are_the_hubs_and_break_no_table(tmp_path, monkeypatch):
         ("qwen3_moe", "2 layers, D=32; F=40 in 1; 6 experts of F=24 (2 a token) in 1"),
         ("llama4_text", "4 layers, D=32; F=48 in 2; 6 experts of F=40 (2 a token) and `shared_expert` of F=40 in 2"),
         ("qwen3_vl_moe", "2 layers, D=32; 6 experts of F=24 (2 a token) in each"),
+        ("qwen3_5_moe_text", "4 layers, D=32; 6 experts of F=24 (2 a token) and `shared_expert` of F=16 in each"),
     ],
 )
 def test_the_card_of_a_mixture_says_which_blocks_there_are(name, shape, tmp_path):
-    """Its config names widths of blocks that no layer has."""
-    hf_twell.sparsify(mixture(name)).save_pretrained(tmp_path)
+    """Its config may name no width of a block, or that of blocks that no layer has."""
+    model = mixture(name)
+    stock = {**model.config.to_dict(), "architectures": [type(model).__name__]}
+    assert f"| shape | {shape} |" in cards.model_card("me/x", stock)
+    hf_twell.sparsify(model).save_pretrained(tmp_path)
     assert f"| shape | {shape} |" in folder_card(tmp_path, "me/x")
+
+
+def test_a_mixture_that_cannot_be_made_is_told_as_such():
+    config = mixture("mixtral").config.to_dict() | {"num_attention_heads": 0}
+    with pytest.raises(ValueError, match=r"^no mixtral can be made of config.json \(ZeroDivisionError: "):
+        cards.model_card("me/x", config)
 
 
 def test_the_card_tells_unions_beside_the_density():

@@ -193,8 +193,8 @@ def oracle_plot(conversion: dict) -> Plot | None:
 
 def _layer_ticks(layers: list[dict]) -> list[tuple[int, str]]:
     """The first block of each of the model's layers; what else it is called would not fit."""
-    numbers = [layer["label"].split(" ")[0] for layer in layers]
-    return [(numbers.index(number), number) for number in dict.fromkeys(numbers)]
+    numbers = [layer["layer"] for layer in layers]
+    return [(numbers.index(number), str(number)) for number in dict.fromkeys(numbers)]
 
 
 def _short(count: int) -> str:

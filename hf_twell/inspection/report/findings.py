@@ -35,7 +35,7 @@ def measure(result: dict) -> tuple[str, str]:
 
 def layer_count(result: dict) -> int:
     """How many of the model's layers the figures are of: one that has routed experts and a shared one has two."""
-    return len({layer["label"].split(" ")[0] for layer in result["layers"]})
+    return len({layer["layer"] for layer in result["layers"]})
 
 
 def findings(result: dict) -> list[dict[str, str]]:
@@ -154,17 +154,17 @@ def _dead(result):
     layers = result["layers"]
     mostly = [layer["label"] for layer in layers if layer["dead"] > 0.5]
     worst = max(layers, key=lambda layer: layer["dead"])
+    block = "layer" if len(layers) == layer_count(result) else "block"
     if mostly:
-        blocks = "layers" if len(layers) == layer_count(result) else "blocks"
-        title = f"{len(mostly)} of {len(layers)} {blocks} are mostly dead"
-        text = f"More than half of the neurons of layers {', '.join(mostly)} never fired"
+        title = f"{len(mostly)} of {len(layers)} {block}s are mostly dead"
+        text = f"More than half of the neurons of {block}s {', '.join(mostly)} never fired"
     else:
-        title = "No layer is mostly dead"
-        text = f"Most dead neurons: {worst['dead_neurons']:,} in layer {worst['label']} ({percent(worst['dead'])})"
+        title = f"No {block} is mostly dead"
+        text = f"Most dead neurons: {worst['dead_neurons']:,} in {block} {worst['label']} ({percent(worst['dead'])})"
     always = sum(layer["always_on_neurons"] for layer in layers)
     return {
         "title": title,
-        "text": f"{text}, on {result['tokens']:,} tokens; {always:,} neurons of all layers fired for every token.",
+        "text": f"{text}, on {result['tokens']:,} tokens; {always:,} neurons of all {block}s fired for every token.",
     }
 
 

@@ -51,7 +51,8 @@ def render(result: dict) -> str:
 
 def _head(result) -> str:
     layers, (key, name) = result["layers"], measure(result)
-    mean, about = sum(layer[key] for layer in layers) / len(layers), f"{result['class']}, {layer_count(result)} layers"
+    mean = sum(layer[key] for layer in layers) / len(layers)
+    about = f"{result['class']}, {layer_count(result)} layers"
     tiles = [
         (percent(result["density"]), "density: share of neurons that fire for a token"),
         (percent(result["unions"]["64"]), "union of 64: share that fires for at least one of 64 neighbours"),

@@ -13,7 +13,7 @@
 #include "twell_errors.h"
 #include "twell_library.h"
 
-#define TWELL_BOX(function) twell::boxed<&function, twell::Memory::kHost>
+#define TWELL_BOX(function) twell::boxed<&function, twell::HostMemory>
 
 namespace twell {
 
@@ -39,7 +39,7 @@ inline Tensor allocated(const Tensor& like, torch::headeronly::IntHeaderOnlyArra
     int64_t elements = 1;
     for (const int64_t size : sizes) elements *= size;
     const ScalarType of = type ? *type : like.scalar_type();
-    throw no_room(Memory::kHost, elements, torch::stable::detail::to<int32_t>(torch::stable::detail::from(of)));
+    throw no_tensor<HostMemory>(elements, torch::stable::detail::to<int32_t>(torch::stable::detail::from(of)));
   }
 }
 

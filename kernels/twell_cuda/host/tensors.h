@@ -36,13 +36,27 @@
 #define STABLE_TORCH_ERROR_CODE_CHECK TORCH_ERROR_CODE_CHECK
 #endif
 
-#define TWELL_BOX(function) twell::boxed<&function, twell::Memory::kCuda>
+#define TWELL_BOX(function) twell::boxed<&function, twell::CudaMemory>
 
 namespace twell {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using MaybeTensor = std::optional<Tensor>;
+
+struct CudaMemory {
+  static constexpr const char* kFull = "CUDA out of memory.";
+  // An earlier illegal access, say, makes allocations and products fail, and no smaller batch helps.
+  static std::string other_error() {
+    size_t free = 0, total = 0;
+    cudaError_t error = cudaPeekAtLastError();
+    // PyTorch may have taken it from there. An error that has broken the context comes back from every call; PyTorch's
+    // allocator makes this one, too, where memory is full.
+    if (error == cudaSuccess) error = cudaMemGetInfo(&free, &total);
+    if (error == cudaSuccess || error == cudaErrorMemoryAllocation) return "";
+    return std::string("CUDA error: ") + cudaGetErrorString(error);
+  }
+};
 
 constexpr int64_t kRow = 8;  // D is padded to a multiple of it, so that rows start at 16-byte borders
 
@@ -68,7 +82,7 @@ inline Tensor allocated(const Tensor& like, torch::headeronly::IntHeaderOnlyArra
   const AOTITorchError error =
       aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), dtype, device_type,
                                like.get_device_index(), &out);
-  if (error != AOTI_TORCH_SUCCESS) throw no_room(Memory::kCuda, stride, dtype);
+  if (error != AOTI_TORCH_SUCCESS) throw no_tensor<CudaMemory>(stride, dtype);
   return Tensor(out);
 }
 
