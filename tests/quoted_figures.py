@@ -695,6 +695,10 @@ def backends() -> Entries:
     yield "| tokens, at most | below {:.1f}M (2048 x 5632) | below {:.0f}M", *sizes
     unions = [share for _, *shares in limit("kCudaUnionLimits") for share in shares if share]
     yield "pay up to a union of {:.0f} to {:.0f} %", *(100 * share for share in span(unions))
+    in_vllm = [each for tokens, small, medium, _ in limit("kVllmCudaLimits")[1:-1] for each in (tokens, small, medium)]
+    text = "up to {} tokens {:.0f} % (below 12.6M elements) or {:.0f} % (below 21M), up to {} {:.0f} or {:.0f} %"
+    text += ", up to {} {:.0f} or {:.1f} %, up to {} {:.0f} or {:.0f} %."
+    yield text, *(each if each > 1 else 100 * each for each in in_vllm)
     training = [100 * most for _, most in limit("kCudaTrainingLimits")[1:]]
     yield "{:.1f} % up to 2,048; {:.1f} % up to 8,192; {:.1f} % above", *training
     yield "a union of {:.0f} % from {:,} tokens on, {:.0f} % from {:,}, {:.0f} % from {:,}", *training_unions()

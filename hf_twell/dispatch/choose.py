@@ -166,12 +166,16 @@ def max_density(key: CallKey, on_kernels: bool = False) -> float:
     if key.device == "cuda" and key.training:
         return _row("kCudaTrainingLimits", key.tokens)[1] * (limit("kCudaTrainingBack") if on_kernels else 1.0)
     if key.device == "cuda":
-        most = _row("kCudaLimits", key.tokens)[1 + _size(key, "kCudaMediumElements")]
-        if key.rival == "torch" or key.weights not in EIGHT_BIT:
+        size = 1 + _size(key, "kCudaMediumElements")
+        most = _row("kCudaLimits", key.tokens)[size]
+        if key.rival == "torch":
             return most
         if key.weights == torch.int8 and key.tokens > limit("kVllmCudaInt8MaxTokens"):
             return 0.0
-        return most if key.asked else min(most, limit("kVllmCuda8BitMaxDensity"))
+        if key.asked:
+            return most
+        in_8_bits = key.weights in EIGHT_BIT
+        return min(most, limit("kVllmCuda8BitMaxDensity") if in_8_bits else _row("kVllmCudaLimits", key.tokens)[size])
     if key.training:
         return max_density_of_size(key)
     float32 = key.dtype == key.weights == torch.float32
@@ -349,7 +353,8 @@ def highest_alike(key: CallKey, activity: Activity) -> Activity:
 
 def _ends(key: CallKey) -> set[int]:
     """Numbers of tokens, one of each stretch in which the limit of density of such a call is one."""
-    tables = ("kCpuLimits", "kCpuLimitsFloat32", "kCpuLimitsAmx") if key.device == "cpu" else _CUDA_TABLES
+    on_cpu, on_gpu = ("kCpuLimits", "kCpuLimitsFloat32", "kCpuLimitsAmx"), (*_CUDA_TABLES, "kVllmCudaLimits")
+    tables = on_cpu if key.device == "cpu" else on_gpu
     ends = {row[0] for table in tables for row in limit(table)} - {math.inf}
     elements = max(1, key.hidden * key.width)
     ends |= {limit("kVllmCudaDecodeTokens"), limit("kVllmCudaInt8MaxTokens"), limit("kCpuFewTokens")}

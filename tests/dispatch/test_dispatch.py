@@ -97,6 +97,27 @@ def test_a_gpus_limits_are_the_tables(size, column):
         first = row[0] + 1
 
 
+@pytest.mark.parametrize(
+    ("shape", "density", "sequences", "gained"),
+    [
+        ((2048, 5632), 0.005, (1, 16, 64), "111"), ((896, 4864), 0.054, (1, 16, 64), "111"),
+        ((2048, 5632), 0.107, (1, 16, 64), "110"), ((1536, 8960), 0.043, (1, 16, 64), "111"),
+        ((1536, 8960), 0.105, (1, 16, 64), "100"), ((4096, 14336), 0.005, (1, 16, 64), "111"),
+    ],
+)  # fmt: skip
+def test_in_vllm_few_tokens_go_the_way_by_which_whole_steps_were_faster(shape, density, sequences, gained):
+    """The rows of kernels/twell_cuda/bench/h200-vllm-2026-11-27 and of both Qwen2.5-Coders' model cards."""
+    keys = [CallKey("cuda", "9.0", BF16, BF16, tokens, *shape, rival="vllm") for tokens in sequences]
+    assert "".join(str(int(takes(key, density))) for key in keys) == gained
+    for key in keys:
+        assert takes(key._replace(asked=True), density) == takes(key._replace(rival="torch"), density)
+
+
+def test_in_vllm_no_number_of_tokens_gets_kernels_at_a_higher_density_than_in_pytorch():
+    for size, tokens in itertools.product(SIZES_ON_A_GPU, TOKENS):
+        assert max_density(gpu_key(tokens, size, rival="vllm")) <= max_density(gpu_key(tokens, size))
+
+
 @pytest.mark.parametrize("amx", [False, True])
 def test_a_cpus_limits_by_tokens_and_dtype(amx):
     limits = (2, 1.0, 1.0), (4, 0.3, 0.3), (8, 0.3, 0.15), (16, 0.2, 0.1), (32, 0.2, 0.075), (64, 0.18, 0.075)

@@ -6,6 +6,7 @@ captured, or in each call.
 
 import torch
 from torch import library
+from torch.nn.functional import linear
 
 from hf_twell.dispatch.activity import Activity
 from hf_twell.dispatch.choose import choose
@@ -26,9 +27,15 @@ def _ffn(
     gate, up = gate_up.chunk(2)
     key = key_of(x, up, down, asked=asked, rival="vllm")
     way = choose(key, Activity(density, union=union))
+    if way == "kernels":
+        return api.ffn(x, up, down, gate, key=key, way=way)
     if way == "plain":
         return reference.ffn(x, up, down, gate)
-    return api.ffn(x, up, down, gate, key=key, way=way) if way == "kernels" else api.dense_ffn(x, up, down, gate)
+    if x.is_cpu:
+        return api.dense_ffn(x, up, down, gate)
+    # As vLLM does, one matmul for both: few tokens feel a second one. One kernel reads the halves where they lie.
+    halves = linear(x, gate_up).chunk(2, -1)
+    return linear(torch.ops.hf_twell.activation(*halves, None, None, None), down)
 
 
 # Not library.custom_op: its calls take longer, and a small block on a CPU feels it.
