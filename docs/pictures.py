@@ -1,10 +1,11 @@
 """The drawings of pages, as SVG that reads on light and dark ones (`make figures`).
 
-`front` and `coder` have figures, which come from rows; the others have none.
+`front`, `coder` and `larger_coder` have figures, which come from rows; the others have none.
 """
 
 import json
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,6 +30,9 @@ DENSITY = "kernels/twell_cuda/bench/h200-density-2026-11-27"
 SMOLLM2, QWEN = "model_cards/smollm2/pretrained.jsonl", "model_cards/qwen2.5-coder-0.5b/rows.jsonl"
 OWN_TEXT, WHOLE, WHOLE_CPU = (
     f"model_cards/qwen2.5-coder-0.5b/{name}.jsonl" for name in ("rows_own_text", "speed", "speed_cpu")
+)
+LARGER, LARGER_WHOLE, LARGER_CPU = (
+    f"model_cards/qwen2.5-coder-1.5b/{name}.jsonl" for name in ("rows", "speed", "speed_cpu")
 )
 # Active neurons of 5,632 at which blocks were timed, and the conversions of about that density.
 SMOLLM2_RUNS = {1126: "0.194/350M", 600: "0.098/350M", 298: "0.0475/310M", 120: "0.0195/120M"}
@@ -204,6 +208,26 @@ ON_GPU = (
     ("vLLM: prefill of 8 x 2,048", ("prefill", 8), 400_000),
 )
 ON_CPU = (("CPU: one sequence, {}", "generate", 10), ("CPU: prompt of 1,024, {}", "prefill", 100))
+LARGER_STEPS = 400, 5000, 20_000, 200_000, 5, 500  # of the axes of six panels, which are in the order of those above
+# What runs, by its name in the rows: the side that is drawn, and the run whose tasks are its height.
+LARGER_SIDES = {
+    "parent": ("parent", "parent"),
+    "parent, fp8": ("fp8", "parent"),
+    "0.5B": ("0.5B", "0.5B"),
+    "kernels off": ("kernels off", "union25-2e-4"),
+    "kernels on": ("kernels on", "union25-2e-4"),
+    "ten, kernels on": ("ten", "ten"),
+}
+MARKS = {
+    "parent": ("c", "dot"),
+    "llama.cpp": ("c", "peak"),
+    "fp8": ("c", "box"),
+    "0.5B": ("c", "peak"),
+    "kernels off": ("b", "box"),
+    "kernels on": ("a", "dot"),
+    "ten, kernels off": ("b", "peak"),
+    "ten": ("a", "peak"),
+}  # of each side: its colour and its shape. The last lie above
 
 
 def coder_points(root: Path) -> dict[str, tuple[int, list[Point]]]:
@@ -214,8 +238,7 @@ def coder_points(root: Path) -> dict[str, tuple[int, list[Point]]]:
         for row in _read(root, WHOLE):
             if (row.get("measured"), row.get("batch")) == load:
                 run = "parent" if row["engine"] == "parent" else WHOLE_RUN
-                tokens = row["prompt_tokens"] if "prefill" in load else row["batch"]
-                points.append(Point(row["engine"], run, 1e6 * tokens / row["step_us"], gpu_alone=True))
+                points.append(Point(row["engine"], run, 1e6 * _tokens_of(row) / row["step_us"], gpu_alone=True))
                 points.append(Point(row["engine"], run, statistics.median(row["tokens_per_s"])))
         found[title] = step, points
     rows = _read(root, WHOLE_CPU)
@@ -239,50 +262,132 @@ def _rates(row: dict) -> tuple[float, float]:
     return 1000 * row["length"] / row["sparse_ms"], 1000 * row["length"] / row["eager_ms"]
 
 
+def larger_coder_points(root: Path) -> dict[str, tuple[int, list[Point]]]:
+    """As `coder_points`; on the GPU by its time alone, and on the CPU the faster run of each load."""
+    found, steps = {}, iter(LARGER_STEPS)
+    rows = [row for row in _read(root, LARGER_WHOLE) if row["engine"] in LARGER_SIDES]
+    for title, load, _ in ON_GPU:
+        points = [
+            Point(*LARGER_SIDES[row["engine"]], 1e6 * _tokens_of(row) / row["step_us"], gpu_alone=True)
+            for row in rows
+            if (row["measured"], row["batch"]) == load
+        ]
+        found[title] = next(steps), points
+    rows = [row for row in _read(root, LARGER_CPU) if row["model"] == "ten"]
+    for title, bench in (("CPU: one sequence", "generate"), ("CPU: prompt of 512", "prefill")):
+        rates = _rates(max((row for row in rows if row["bench"] == bench), key=_rates))
+        sides = zip(("ten", "ten, kernels off"), rates, strict=True)
+        found[title] = next(steps), [Point(side, "ten", rate) for side, rate in sides]
+    return found
+
+
+def _tokens_of(row: dict) -> int:
+    return row["prompt_tokens"] if row["measured"] == "prefill" else row["batch"]
+
+
 def coder(root: Path) -> Drawing:
     """Qwen-Coder's conversions beside their parent: tasks against tokens a second, a panel for each load."""
     drawing = Drawing(960, 472, "Qwen-Coder's conversions beside their parent: tasks against tokens a second")
-    scores: dict[str, dict] = {}
-    for row in _read(root, QWEN) + _read(root, OWN_TEXT):
-        scores.setdefault(row["run"], {}).update(row)
-    drawing.text(24, 34, "Mean of four tasks (%, upwards), against tokens a second (to the right)", "title")
-    legend = (
-        ("parent", "the parent, stock code"),
-        ("llama.cpp", "the parent in 4 bits, llama.cpp (two runs); the same weights"),
-        ("kernels off", "a conversion, kernels off"),
-        ("kernels on", "a conversion, kernels on"),
+    scores = _scores(root, QWEN, OWN_TEXT)
+    legend = {
+        "parent": "the parent, stock code",
+        "llama.cpp": "the parent in 4 bits, llama.cpp (two runs); the same weights",
+        "kernels off": "a conversion, kernels off",
+        "kernels on": "a conversion, kernels on",
+    }
+    notes = (
+        f"GPU: H200, bfloat16, {WHOLE_RUN}; end to end is the median of three.",
+        "CPU: two cores of an EPYC; union40-half-57M, in its faster data type.",
     )
-    for index, (side, told) in enumerate(legend):
-        _mark(drawing, 524, 284 + 22 * index, side)
-        drawing.text(538, 288 + 22 * index, told, "small")
-    _mark(drawing, 734, 328, "kernels on")
-    drawing.text(748, 332, "filled: end to end, by the clock", "small")
-    _mark(drawing, 734, 350, "kernels on", hollow=True)
-    drawing.text(748, 354, "hollow: by the GPU's time alone", "small")
-    for index, told in enumerate(
-        (
-            f"GPU: H200, bfloat16, {WHOLE_RUN}; end to end is the median of three.",
-            "CPU: two cores of an EPYC; union40-half-57M, in its faster data type.",
-            "Tasks: LAMBADA, ARC-easy (acc), ARC-challenge, HellaSwag (acc_norm).",
-            f"The axis begins at what guessing scores, {100 * GUESSING:.2f} %.",
-        )
+    _legend(drawing, legend, 284, notes)
+    for y, hollow, told in (
+        (328, False, "filled: end to end, by the clock"),
+        (350, True, "hollow: by the GPU's time alone"),
     ):
-        drawing.text(516, 384 + 19 * index, told, "soft small")
+        _mark(drawing, 734, y, "kernels on", hollow)
+        drawing.text(748, y + 4, told, "small")
     for index, (title, (step, points)) in enumerate(coder_points(root).items()):
-        _panel(drawing, 52 + 232 * (index % 4), 80 + 208 * (index // 4), title, step, points, scores)
+        left, top = 52 + 232 * (index % 4), 80 + 208 * (index // 4)
+        place = _panel(drawing, left, top, title, step, points, scores, (0.2, 0.3, 0.4))
+        for run in dict.fromkeys(point.run for point in points):
+            name = "parent" if run == "parent" else f"{100 * scores[run]['training']['density']:.0f} % active"
+            y = place(0, _mean_of_tasks(scores[run]))[1] + (-10 if run == "parent" else 35)
+            drawing.text(left + 5, y, f"{name}: HumanEval {_solved(scores[run])}", "small")
     return drawing
 
 
+def larger_coder(root: Path) -> Drawing:
+    """The same of the 1.5B, beside what one would take instead: its parent in fp8, and the parent of 0.5B."""
+    drawing = Drawing(
+        960, 500, "Qwen-Coder-1.5B's conversions, its parent and a smaller one: tasks against tokens a second"
+    )
+    scores = _scores(root, LARGER)
+    scores["0.5B"] = _scores(root, QWEN, OWN_TEXT)["parent"]
+    solved = {run: f"HumanEval {_solved(scores[run])}" for run in ("parent", "0.5B", "union25-2e-4", "ten")}
+    legend = {
+        "parent": f"the parent, stock code: {solved['parent']}",
+        "fp8": "the parent in fp8 (tasks not measured: drawn as high)",
+        "0.5B": f"the parent of 0.5B: {solved['0.5B']}; random weights' time",
+        "kernels off": "union25-2e-4, 4 % active, kernels off",
+        "kernels on": f"the same, kernels on: {solved['union25-2e-4']}",
+        "ten, kernels off": "ten, 10 % active, kernels off",
+        "ten": f"the same, kernels on: {solved['ten']}",
+    }
+    notes = (
+        "GPU: H200, bfloat16, by the GPU's time alone (hollow).",
+        "CPU: eight cores of a Xeon with AMX, bfloat16, by the clock (filled).",
+    )
+    _legend(drawing, legend, 260, notes)
+    for index, (title, (step, points)) in enumerate(larger_coder_points(root).items()):
+        left, top = 52 + 232 * (index % 4), 80 + 208 * (index // 4)
+        _panel(drawing, left, top, title, step, points, scores, (0.2, 0.3, 0.4, 0.5, 0.6))
+    return drawing
+
+
+def _scores(root: Path, *paths: str) -> dict[str, dict]:
+    """What the rows of each run say together."""
+    found: dict[str, dict] = {}
+    for path in paths:
+        for row in _read(root, path):
+            found.setdefault(row["run"], {}).update(row)
+    return found
+
+
+def _solved(score: dict) -> str:
+    return f"{100 * score['written']['humaneval_instruct']['pass@1,create_test']['value']:.0f} %"
+
+
+def _legend(drawing: Drawing, sides: dict[str, str], top: int, notes: tuple[str, ...]) -> None:
+    drawing.text(24, 34, "Mean of four tasks (%, upwards), against tokens a second (to the right)", "title")
+    for index, (side, told) in enumerate(sides.items()):
+        _mark(drawing, 524, top + 22 * index, side)
+        drawing.text(538, top + 4 + 22 * index, told, "small")
+    tasks = "Tasks: LAMBADA, ARC-easy (acc), ARC-challenge, HellaSwag (acc_norm)."
+    begins = f"The axis begins at what guessing scores, {100 * GUESSING:.2f} %."
+    for index, told in enumerate((*notes, tasks, begins)):
+        drawing.text(516, top + 12 + 22 * len(sides) + 19 * index, told, "soft small")
+
+
 def _panel(
-    drawing: Drawing, left: float, top: float, title: str, step: int, points: list[Point], scores: dict[str, dict]
-) -> None:
+    drawing: Drawing,
+    left: float,
+    top: float,
+    title: str,
+    step: int,
+    points: list[Point],
+    scores: dict[str, dict],
+    means: tuple[float, ...],
+) -> Callable[[float, float], tuple[float, float]]:
+    """Returns where (tokens a second, mean of the tasks) lies."""
     width, height, most = 196, 130, 1.06 * max(point.tokens_per_s for point in points)
 
     def place(tokens_per_s: float, mean: float) -> tuple[float, float]:
-        return left + width * tokens_per_s / most, top + height * (1 - (mean - GUESSING) / (0.45 - GUESSING))
+        return left + width * tokens_per_s / most, top + height * (
+            1 - (mean - GUESSING) / (means[-1] + 0.05 - GUESSING)
+        )
 
     drawing.text(left, top - 12, title, "small")
-    for mean in (0.2, 0.3, 0.4):
+    for mean in means:
         y = place(0, mean)[1]
         drawing.line([(left, y), (left + width, y)], "rule")
         drawing.text(left - 6, y + 4, f"{100 * mean:.0f}", "soft small", "end")
@@ -290,23 +395,18 @@ def _panel(
     for tokens_per_s in range(0, int(most) + 1, step):
         drawing.text(place(tokens_per_s, 0)[0], top + height + 16, f"{tokens_per_s:,}", "soft small", "middle")
     drawing.text(left + width / 2, top + height + 33, "tokens a second", "soft small", "middle")
-    for run in dict.fromkeys(point.run for point in points):
-        y = place(0, _mean_of_tasks(scores[run]))[1]
-        solved = 100 * scores[run]["written"]["humaneval_instruct"]["pass@1,create_test"]["value"]
-        name = "parent" if run == "parent" else f"{100 * scores[run]['training']['density']:.0f} % active"
-        drawing.text(left + 5, y + (-10 if run == "parent" else 35), f"{name}: HumanEval {solved:.0f} %", "small")
-    order = ("llama.cpp", "parent", "kernels off", "kernels on")  # the last is the smallest, and lies above
-    for point in sorted(points, key=lambda point: order.index(point.side)):
+    for point in sorted(points, key=lambda point: list(MARKS).index(point.side)):
         x, y = place(point.tokens_per_s, _mean_of_tasks(scores[point.run]))
         _mark(drawing, x, y, point.side, point.gpu_alone)
+    return place
 
 
 def _mark(drawing: Drawing, x: float, y: float, side: str, hollow: bool = False) -> None:
-    kind = {"kernels on": "a", "kernels off": "b"}.get(side, "c")
-    kind = f"line l{kind}" if hollow else kind
-    if side == "kernels off":
+    colour, shape = MARKS[side]
+    kind = f"line l{colour}" if hollow else colour
+    if shape == "box":
         drawing.box(x - 5, y - 5, 10, 10, kind)
-    elif side == "llama.cpp":
+    elif shape == "peak":
         drawing.line([(x - 6, y + 6), (x, y - 6), (x + 6, y + 6)], kind)
     else:
         drawing.dot(x, y, 4, kind)
@@ -387,7 +487,8 @@ def hybrid() -> Drawing:
 
 def draw(root: Path, folder: Path) -> list[Path]:
     """Every drawing, from the rows under `root`, into `folder`."""
-    drawings = {"front": front(root), "coder": coder(root), "twell": twell(), "union": union(), "hybrid": hybrid()}
+    drawings = {"front": front(root), "coder": coder(root), "larger-coder": larger_coder(root)}
+    drawings |= {"twell": twell(), "union": union(), "hybrid": hybrid()}
     for name, drawing in drawings.items():
         (folder / f"{name}.svg").write_text(str(drawing))
     return [folder / f"{name}.svg" for name in drawings]
