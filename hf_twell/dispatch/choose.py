@@ -170,12 +170,11 @@ def max_density(key: CallKey, on_kernels: bool = False) -> float:
         most = _row("kCudaLimits", key.tokens)[size]
         if key.rival == "torch":
             return most
+        if key.weights not in EIGHT_BIT:
+            return min(most, _row("kVllmCudaLimits", key.tokens)[size])
         if key.weights == torch.int8 and key.tokens > limit("kVllmCudaInt8MaxTokens"):
             return 0.0
-        if key.asked:
-            return most
-        in_8_bits = key.weights in EIGHT_BIT
-        return min(most, limit("kVllmCuda8BitMaxDensity") if in_8_bits else _row("kVllmCudaLimits", key.tokens)[size])
+        return most if key.asked else min(most, limit("kVllmCuda8BitMaxDensity"))
     if key.training:
         return max_density_of_size(key)
     float32 = key.dtype == key.weights == torch.float32
