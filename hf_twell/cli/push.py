@@ -1,13 +1,15 @@
 """Publish a sparse model's folder on the Hub: stock-form weights and config, tokenizer, and a model card.
 
-The card says what was measured and nothing else: give it figures with --sparsity and --scores. The token is $HF_TOKEN
+The card says what was measured and nothing else: give it figures with --sparsity and --scores, and the dense parent's
+scores with --parent-scores, so that it says what the conversion kept. The token is $HF_TOKEN
 or the one of `hf auth login`. The folder is only read, and the repository gets all files in one commit or none.
 
 examples:
   hf-twell inspect my-model --text notes.txt --output sparsity.json
   hf-twell eval my-model --output scores.json
   hf-twell push my-model me/my-model --base-model meta-llama/Llama-3.2-1B --sparsity sparsity.json --scores scores.json
-  hf-twell push my-model me/my-model --dry-run
+  hf-twell eval meta-llama/Llama-3.2-1B --output parent.json
+  hf-twell push my-model me/my-model --scores scores.json --parent-scores parent.json --dry-run
 """
 
 import argparse
@@ -23,7 +25,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--base-model", metavar="USER/NAME", help="the dense model it was made from, or an adapter's base"
     )
     parser.add_argument("--sparsity", metavar="FILE", help="what `hf-twell inspect --output` wrote")
-    parser.add_argument("--scores", metavar="FILE", help="what `hf-twell eval --output` wrote")
+    parser.add_argument(
+        "--scores",
+        action="append",
+        metavar="FILE",
+        help="what `hf-twell eval --output` wrote; again for another one, as with --chat-template",
+    )
+    parser.add_argument(
+        "--parent-scores", action="append", metavar="FILE", help="likewise of the dense parent, to stand beside them"
+    )
     parser.add_argument("--card", metavar="FILE", help="a README.md to publish in place of the generated one")
     parser.add_argument("--private", action="store_true", default=None, help="make a new repository private")
     parser.add_argument("--revision", metavar="BRANCH", help="branch to commit to (default: main)")
@@ -40,7 +50,8 @@ def run(args: argparse.Namespace) -> int:
         figures = {
             "base_model": args.base_model,
             "sparsity": read_result(args.sparsity) if args.sparsity else None,
-            "scores": read_result(args.scores) if args.scores else None,
+            "scores": [read_result(path) for path in args.scores or ()],
+            "parent_scores": [read_result(path) for path in args.parent_scores or ()],
         }
         if args.dry_run:
             card = folder_card(args.folder, args.repo, **figures)

@@ -6,6 +6,7 @@ import functools
 import importlib.metadata
 import math
 import random
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,8 @@ def evaluate(
 
     Returns:
         Plain data: `tasks[name]` = {version, num_fewshot, split, n_samples, data_file, metrics: {metric: {value,
-        stderr}}}, `text[file]` = {tokens, nats_per_token, perplexity, bits_per_byte, ...}, and how it was run. A number
+        stderr}}, written: whether the model writes its answers, chance: the share that guessing gets right},
+        `text[file]` = {tokens, nats_per_token, perplexity, bits_per_byte, ...}, and how it was run. A number
         that does not exist or is not finite is None.
 
     Raises:
@@ -187,6 +189,8 @@ def _run_tasks(model, tokenizer, loaded, files, *, limit, batch_size, log_sample
             "version": raw["versions"].get(name),
             "num_fewshot": raw["n-shot"].get(name),
             "metrics": _metrics(values),
+            "written": task is not None and task.OUTPUT_TYPE == "generate_until",
+            "chance": None if task is None else _chance(task),
         }
         if task is not None:
             entry["split"] = task.get_config("test_split") or task.get_config("validation_split")
@@ -244,6 +248,14 @@ def _check_finite(name: str, task, dtype: torch.dtype) -> None:
             f"{name}: {nan} of {len(scores)} log-likelihoods are NaN in {str(dtype).removeprefix('torch.')}, so its "
             "scores would mean nothing; load the model in bfloat16 or float32"
         )
+
+
+def _chance(task) -> float:
+    """The share of rows that guessing answers right: of written answers and of texts to continue, none."""
+    if task.OUTPUT_TYPE != "multiple_choice":
+        return 0.0
+    docs = {instance.doc_id: instance.doc for instance in task.instances}
+    return statistics.mean(1 / len(task.doc_to_choice(doc)) for doc in docs.values())
 
 
 def _metrics(values: dict) -> dict:

@@ -195,6 +195,18 @@ def training_record(path: str | Path) -> dict[str, dict | None]:
     return record
 
 
+def has_chat_template(path: str | Path) -> bool:
+    """Whether the tokenizer in a model's folder has a chat template: in a file of its own, or in its config."""
+    if any(Path(path).glob("chat_template.*")) or any(Path(path, CHAT_TEMPLATES).glob("*.jinja")):
+        return True
+    file = Path(path, "tokenizer_config.json")
+    try:
+        config = json.loads(file.read_text()) if file.is_file() else {}
+    except ValueError as error:
+        raise ValueError(f"{file} is no JSON ({error}); copy it again") from error
+    return isinstance(config, dict) and bool(config.get("chat_template"))
+
+
 @contextmanager
 def full_disks_as_os_errors(path: str | Path) -> Iterator[None]:
     """An OSError of one line for what safetensors and `torch.save` raise where they cannot write."""

@@ -16,6 +16,7 @@ from hf_twell.blocks.architectures import ExpertsSite, block_places, find_ffns, 
 from hf_twell.files.carried import carried_folder
 from hf_twell.files.configs import one_line_errors
 from hf_twell.files.tables import UNIONS, markdown_table, percent, unions_cell
+from hf_twell.models.card_scores import Scores, evaluation_section, lost_writing
 from hf_twell.models.loading import without_weights
 from hf_twell.models.quantizing import CONFIGS
 
@@ -59,7 +60,9 @@ def model_card(
     method: Mapping | None = None,
     measured: Mapping | None = None,
     sparsity: Mapping | None = None,
-    scores: Mapping | None = None,
+    scores: Scores = None,
+    parent_scores: Scores = None,
+    chat: bool = False,
 ) -> str:
     """The card of a whole sparse model.
 
@@ -68,13 +71,17 @@ def model_card(
         config: its config.json.
         base_model: Hub name of the dense model that it was made from.
         method: what `hf_twell.train.resuming.method_of` says of a trainer, or the `twell_state.json` of a checkpoint or
-            a recipe's final model: l1_weight, target_density or target_union, share, step, warmup_steps, warmup.
+            a recipe's final model: l1_weight, target_density or target_union, share, step, warmup_steps, warmup,
+            settings.
         measured: the `twell_measured.json` of a final model: its losses and, in place of `sparsity`, its sparsity.
         sparsity: what `hf_twell.measure_sparsity` returned or `hf-twell inspect --json` printed.
-        scores: what `hf_twell.evaluate` returned or `hf-twell eval --json` printed.
+        scores: what `hf_twell.evaluate` returned or `hf-twell eval --json` printed, or a list of such results.
+        parent_scores: likewise, of the dense parent.
+        chat: whether its tokenizer has a chat template.
 
     Raises:
-        ValueError: figures that are not such results, or that are of another model's size.
+        ValueError: figures that are not such results, or that are of another model's size; scores of the parent that
+            cannot stand beside the model's.
     """
     facts = {"base model": _link(base_model)}
     text_config = config.get("text_config", config)
@@ -114,9 +121,9 @@ def model_card(
         needs=_needs(config.get("quantization_config")),
         **OWN_TYPE[str(config.get("model_type")).startswith("twell_")],
         method_clause=trained + active,
-        warning=_warning(config, method, density, measured),
+        warning=_warning(untrained(method, density), costly(measured, config, scores, parent_scores)),
         sparsity=section,
-        evaluation=_evaluation(scores) if scores else "",
+        evaluation=evaluation_section(scores, parent_scores, chat=chat),
     )
 
 
@@ -130,19 +137,23 @@ def untrained(method: Mapping | None, density: float | None) -> str | None:
     return "Whether it was fine-tuned after the swap to ReLU is not recorded here."
 
 
-def costly(measured: Mapping | None, config: Mapping) -> str | None:
-    """What says that a conversion took much of a model, or None; of its `twell_measured.json` and config.json."""
+def costly(
+    measured: Mapping | None, config: Mapping, scores: Scores = None, parent_scores: Scores = None
+) -> str | None:
+    """What says that a conversion took much of a model, or None; of its `twell_measured.json` and config.json, and of
+    scores as in `model_card`."""
     dense, after = ((measured or {}).get(key) for key in ("dense", "after"))
-    if not dense or not after or after["loss"] <= LOST * dense["loss"]:
-        return None
-    above = f"{100 * (after['loss'] / dense['loss'] - 1):.0f} %"
-    return f"Its held-out loss{_earlier(config)} is {above} above that of its dense parent."
+    costs = [lost_writing(scores, parent_scores)]
+    if dense and after and after["loss"] > LOST * dense["loss"]:
+        above = f"{100 * (after['loss'] / dense['loss'] - 1):.0f} %"
+        costs.append(f"Its held-out loss{_earlier(config)} is {above} above that of its dense parent.")
+    return " ".join(filter(None, costs)) or None
 
 
-def _warning(config, method, density, measured) -> str:
-    if recorded := untrained(method, density):
+def _warning(recorded: str | None, cost: str | None) -> str:
+    if recorded:
         return f"> **Warning.** {recorded} {UNTRAINED}\n\n"
-    return f"> **Warning.** {cost} {COSTLY}\n\n" if (cost := costly(measured, config)) else ""
+    return f"> **Warning.** {cost} {COSTLY}\n\n" if cost else ""
 
 
 def measured_sparsity(measured: Mapping | None) -> dict | None:
@@ -228,6 +239,31 @@ def _method(method: Mapping) -> dict:
         "density aimed at": f"{percent(method['target_density'])}{warmup}" if "target_density" in method else None,
         **_union(method, warmup),
         "optimizer steps": f"{steps:,}" if steps is not None else None,
+        **_settings(method.get("settings") or {}, steps),
+    }
+
+
+def _settings(settings: Mapping, steps: int | None) -> dict:
+    """Of what `hf_twell.recipe.runs.settings` recorded of a run; None of what is not there."""
+    kept, order, teacher = (settings.get(key) or {} for key in ("kept", "order", "teacher"))
+    tokens = (order.get("sequences a step") or 0) * (order.get("sequence_length") or 0) * (steps or 0)
+    text = order.get("train")
+    if isinstance(text, list):  # files, of which each may be named several times
+        counts = Counter(Path(name).name for name, _ in text)
+        text = ", ".join(f"{name} ({count} times)" if count > 1 else name for name, count in counts.items())
+    elif text:
+        text = text["hub"]
+    if teacher:
+        of = "the dense parent" if teacher["model"] == kept.get("model") else f"`{teacher['model'].partition(' (')[0]}`"
+        parts = {"logits": "its logits are {:g} of the objective", "layers": "its blocks' outputs weigh {:g}"}
+        told = "; ".join(words.format(teacher[key]) for key, words in parts.items() if teacher[key])
+        teacher = f"{of}: {told}"
+    rate = kept.get("training.learning_rate")
+    return {
+        "tokens read, steps times their size": f"{tokens:,}" if tokens else None,
+        "learning rate": f"{rate:g}" if rate is not None else None,
+        "texts": text or None,
+        "teacher": teacher or None,
     }
 
 
@@ -327,40 +363,6 @@ def _where(sparsity: Mapping, earlier: str) -> str:
     partial = ", reading only part of it" if sparsity.get("partial") else ""
     of = f" of {files}" if files else ""
     return f"Measured on {sparsity['tokens']:,} tokens{of}{partial}{earlier}."
-
-
-def _evaluation(scores: Mapping) -> str:
-    tasks, text = scores.get("tasks"), scores.get("text")
-    if not isinstance(tasks, dict) or not isinstance(text, dict):
-        raise ValueError("these are no scores: give what evaluate or `hf-twell eval` returned")
-    parts = []
-    rows = [
-        [name, entry.get("split"), entry.get("num_fewshot"), entry.get("n_samples"), metric, score(figure)]
-        for name, entry in tasks.items()
-        for metric, figure in entry["metrics"].items()
-        if figure["value"] is not None
-    ]
-    if rows:
-        parts.append(markdown_table(["task", "split", "shots", "rows", "metric", "value"], rows))
-    rows = [
-        [Path(name).name, f"{entry['tokens']:,}", *(f"{entry[key]:.4g}" for key in keys)]
-        for keys in [("nats_per_token", "perplexity", "bits_per_byte")]
-        for name, entry in text.items()
-        if None not in [entry[key] for key in keys]
-    ]
-    if rows:
-        parts.append(markdown_table(["text", "tokens", "loss (nats per token)", "perplexity", "bits per byte"], rows))
-    if not parts:
-        return ""
-    limit = f"; only the first {scores['limit']} rows or documents of each" if scores.get("limit") else ""
-    chat = ", tasks' prompts through the chat template" if scores.get("chat_template") and tasks else ""
-    how = f"In {scores['dtype']}, batch size {scores['batch_size']}{chat}{limit}."
-    return "\n".join(["## Evaluation\n", f"{how}\n", *parts])
-
-
-def score(figure: Mapping) -> str:
-    """Its value ± its stderr."""
-    return f"{figure['value']:.4f}" + (f" ± {figure['stderr']:.4f}" if figure.get("stderr") is not None else "")
 
 
 def is_repo(name: object) -> TypeGuard[str]:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_twell.blocks.modeling import sparse_ffns
 from hf_twell.files.checkpoints import STATE_NAME
 from hf_twell.files.configs import one_line_errors, read_config
-from hf_twell.files.folders import CHAT_TEMPLATES, MEASURED_NAME, save_model, training_record
+from hf_twell.files.folders import CHAT_TEMPLATES, MEASURED_NAME, has_chat_template, save_model, training_record
 from hf_twell.models.adapters import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -26,6 +26,7 @@ from hf_twell.models.adapters import (
     save_adapter,
     sparse_base,
 )
+from hf_twell.models.card_scores import Scores
 from hf_twell.models.cards import adapter_card, costly, is_repo, mean_density, measured_sparsity, model_card, untrained
 from hf_twell.models.loading import check_checkpoint
 
@@ -42,7 +43,8 @@ def push_to_hub(
     *,
     base_model: str | None = None,
     sparsity: Mapping | None = None,
-    scores: Mapping | None = None,
+    scores: Scores = None,
+    parent_scores: Scores = None,
     max_shard_size: int | str | None = None,
     **options: Any,
 ) -> dict:
@@ -57,7 +59,8 @@ def push_to_hub(
         tokenizer: is published along, if given.
         base_model: Hub name of the dense model it was made from; by default where the model was loaded from.
         sparsity: what `measure_sparsity` returned, for the card.
-        scores: what `evaluate` returned, for the card.
+        scores: what `evaluate` returned, for the card; a list of what several calls returned.
+        parent_scores: likewise, of the dense parent, to stand beside them.
         max_shard_size: of the weight files, as `save_pretrained` has it.
         options: `card`, `tags`, `token`, `private`, `revision`, `commit_message`, ..., as `push_folder` has them.
 
@@ -79,7 +82,8 @@ def push_to_hub(
             sizes: dict[str, Any] = {"max_shard_size": max_shard_size} if max_shard_size else {}
             save_model(model, folder, tokenizer, **sizes)
             base_model = base_model or model.config._name_or_path
-        return push_folder(folder, repo_id, base_model=base_model, sparsity=sparsity, scores=scores, **options)
+        options |= {"base_model": base_model, "sparsity": sparsity, "scores": scores, "parent_scores": parent_scores}
+        return push_folder(folder, repo_id, **options)
 
 
 def push_folder(
@@ -88,7 +92,8 @@ def push_folder(
     *,
     base_model: str | None = None,
     sparsity: Mapping | None = None,
-    scores: Mapping | None = None,
+    scores: Scores = None,
+    parent_scores: Scores = None,
     card: str | Path | None = None,
     tags: Iterable[str] | None = None,
     token: str | bool | None = None,
@@ -102,7 +107,8 @@ def push_folder(
 
     Args:
         folder: what `save_pretrained`, `save_adapter` or the commands wrote.
-        base_model, sparsity, scores: see `push_to_hub`; an adapter's published config names `base_model` as its base.
+        base_model, sparsity, scores, parent_scores: see `push_to_hub`; an adapter's published config names `base_model`
+            as its base.
         card: a README.md to publish in place of ours.
         tags: further tags for the card.
         token: by default $HF_TOKEN or what `hf auth login` stored; it is put into no message.
@@ -119,7 +125,9 @@ def push_folder(
         OSError: the Hub refused or the upload broke off; says how to go on.
     """
     folder = Path(folder)
-    text = folder_card(folder, repo_id, base_model=base_model, sparsity=sparsity, scores=scores)
+    text = folder_card(
+        folder, repo_id, base_model=base_model, sparsity=sparsity, scores=scores, parent_scores=parent_scores
+    )
     if card is not None:
         text = Path(card).read_text(encoding="utf-8")
     if tags:
@@ -163,7 +171,8 @@ def folder_card(
     *,
     base_model: str | None = None,
     sparsity: Mapping | None = None,
-    scores: Mapping | None = None,
+    scores: Scores = None,
+    parent_scores: Scores = None,
 ) -> str:
     """The card of a folder's sparse model or adapter, which is checked first; a warning tells of a bare swap to ReLU. A
     ValueError of no such model, no name of a repository, an adapter whose base is not on the Hub, damaged weights, or
@@ -178,7 +187,7 @@ def folder_card(
             raise ValueError(f"{folder} does not say that its base is sparsified; write it with hf_twell.save_adapter")
         if not (folder / ADAPTER_WEIGHTS).is_file():
             raise ValueError(f"{folder} holds no {ADAPTER_WEIGHTS}; save the adapter again")
-        if sparsity or scores:
+        if sparsity or scores or parent_scores:
             raise ValueError("the card of an adapter holds no figures; merge it into a model to publish these")
         return adapter_card(_adapter_base(folder, config, base_model), repo_id, loader=loader_of_saved_base(config))
     if not (folder / "config.json").is_file():
@@ -194,9 +203,18 @@ def folder_card(
         density = mean_density(sparsity or measured_sparsity(record["measured"]), config)
         if recorded := untrained(record["method"], density):
             logger.warning("%s: %s Fine-tune it before others use it: hf-twell train", folder, recorded)
-        elif cost := costly(record["measured"], config):
+        elif cost := costly(record["measured"], config, scores, parent_scores):
             logger.warning("%s: %s The card says so", folder, cost)
-        return model_card(repo_id, config, base_model=base_model, sparsity=sparsity, scores=scores, **record)
+        return model_card(
+            repo_id,
+            config,
+            base_model=base_model,
+            sparsity=sparsity,
+            scores=scores,
+            parent_scores=parent_scores,
+            chat=has_chat_template(folder),
+            **record,
+        )
 
 
 def _active_adapter(model: nn.Module) -> str:

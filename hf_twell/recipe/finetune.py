@@ -29,6 +29,7 @@ from hf_twell.recipe.runs import (
     check_run,
     identity,
     interruptible,
+    model_identity,
     only_run,
     settings,
 )
@@ -116,6 +117,10 @@ def five_steps(
     else:
         checkpoints = CompleteCheckpoints(trainer, {"relu": False})
     checkpoints.state["settings"] = settings(recipe, args)
+    if callback is not None and callback.distillation is not None:
+        given = {"logits": callback.distillation.logits, "layers": callback.distillation.layers}
+        source = (recipe.distill or {}).get("parent") or recipe.model
+        checkpoints.state["settings"]["teacher"] = {"model": model_identity(source), **given}
     trainer.add_callback(FiniteWeights)
     if resume:
         trainer.add_callback(NothingLeft(trainer))
@@ -155,7 +160,8 @@ def five_steps(
         adapters.merge()
     weights = trainer.accelerator.get_state_dict(trainer.model_wrapped) if sharded else None
     if trainer.is_world_process_zero():
-        whole, method = trainer.accelerator.unwrap_model(model), method_of(trainer)
+        whole = trainer.accelerator.unwrap_model(model)
+        method = {**method_of(trainer), "settings": checkpoints.state["settings"]}
         if dtype != getattr(torch, recipe.dtype):
             whole = whole.to(dtype)
             weights = weights and {k: w.to(dtype) if w.is_floating_point() else w for k, w in weights.items()}

@@ -112,7 +112,8 @@ def check_run(
 
 
 def settings(recipe: Recipe, args: TrainingArguments) -> dict[str, dict]:
-    """What a run's checkpoints record for `check_changes`: what a resumed run keeps, and what decides its text's order.
+    """What a run's checkpoints record for `check_changes` and for cards: what a resumed run keeps, and what decides its
+    text's order.
 
     Text files and models are told by name and size, so that folders may move.
     """

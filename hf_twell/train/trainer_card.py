@@ -9,6 +9,7 @@ from transformers import PreTrainedModel, Trainer
 from hf_twell.blocks.architectures import find_ffns
 from hf_twell.blocks.modeling import sparse_ffns
 from hf_twell.models.adapters import loader_of_base, record_base
+from hf_twell.models.card_scores import Scores
 from hf_twell.models.cards import adapter_card, model_card
 from hf_twell.train.logs import layer_prefix
 from hf_twell.train.resuming import method_of, steps_of
@@ -19,14 +20,15 @@ def use_model_card(
     *,
     base_model: str | None = None,
     sparsity: dict | None = None,
-    scores: dict | None = None,
+    scores: Scores = None,
+    parent_scores: Scores = None,
 ) -> None:
     """Let `trainer.push_to_hub()` publish our model card in place of Trainer's; its figures as in `push_to_hub`.
 
     Without `sparsity`, L0 of each layer is by the density that `SparsityCallback` stored in the model's config when
     training ended, else what it logged last.
     """
-    figures = {"base_model": base_model, "sparsity": sparsity, "scores": scores}
+    figures = {"base_model": base_model, "sparsity": sparsity, "scores": scores, "parent_scores": parent_scores}
     trainer.create_model_card = functools.partial(_write_card, trainer, figures)
 
 
@@ -43,8 +45,9 @@ def _write_card(trainer: Trainer, figures: dict, model_name: str | None = None, 
     else:
         sparsity = figures["sparsity"] or _logged_sparsity(trainer, model)
         config = model.config.to_dict() | {"architectures": [type(model).__name__.removeprefix("FSDP")]}
-        given = {"base_model": base_model, "sparsity": sparsity, "scores": figures["scores"]}
-        card = model_card(repo_id, config, method=method_of(trainer), **given)
+        given = {**figures, "base_model": base_model, "sparsity": sparsity}
+        chat = bool(getattr(trainer.processing_class, "chat_template", None))
+        card = model_card(repo_id, config, method=method_of(trainer), chat=chat, **given)
     (folder / "README.md").write_text(card, encoding="utf-8")
 
 
