@@ -12,12 +12,12 @@ ALIKE = {  # what the scores of a model and of its parent must have in common
 RIGHT = ("acc", "acc_norm", "exact_match", "pass@1")  # metrics that are the share of rows with a right answer
 ABOVE_GUESSING = 2  # standard errors, from which on a parent's score is one that can be kept
 WRITES = 0.7  # of its dense parent's right answers, in tasks that it writes in: a card warns of a model that keeps less
-UNWRITTEN = "Written answers (chat, programs, worked sums) were not scored."
-ALONE = "What the dense parent scores where it writes its answers is not given here."
-FAR_LESS = """Conversions have kept far less of such answers than of tasks
-> without writing: Qwen2.5-Coder-1.5B at 10.5 % active neurons kept 31 % of its parent's HumanEval, and 74 % of four
-> others (`model_cards/qwen2.5-coder-1.5b` in the checkout of `hf_twell`). Score them before you rely on them:
+UNWRITTEN = """Written answers (chat, programs, worked sums) were not scored. Score them before you rely on them:
 > `hf-twell eval MODEL --tasks humaneval_instruct gsm8k_cot --chat-template --run-code`."""
+ALONE = "What the dense parent scores in the tasks that it writes in is not given here."
+FAR_LESS = """Conversions have kept far less of
+> such answers than of tasks without writing: Qwen2.5-Coder-1.5B at 10.5 % active neurons kept 31 % of its parent's
+> HumanEval, and 74 % of four others (`model_cards/qwen2.5-coder-1.5b` in the checkout of `hf_twell`)."""
 
 Scores = Mapping | Sequence[Mapping] | None  # what `evaluate` returned, once or of several calls
 
@@ -49,12 +49,17 @@ def evaluation_section(scores: Scores, parent_scores: Scores, *, chat: bool) -> 
         raise ValueError("the parent's scores have no task and no text that the model's have; score both on the same")
     written = [parent for entry, parent in found if entry.get("written")]
     known = all("written" in entry for result in results for entry in result["tasks"].values())
-    note = ""
+    notes = []
     if not written and known and (chat or parts):
-        note = f"> {UNWRITTEN} {FAR_LESS}\n"
+        notes.append(f"> {UNWRITTEN} {FAR_LESS}\n")
     elif written and not any(written):
-        note = f"> {ALONE} {FAR_LESS}\n"
-    return "\n".join(["## Evaluation\n", *filter(None, [note]), *parts]) + "\n" if note or parts else ""
+        notes.append(f"> {ALONE} {FAR_LESS}\n")
+    if parents and any(result["tasks"] for result in results):
+        notes.append(
+            "*Kept* is the share of the parent's score above guessing. It is empty where the parent is less than "
+            f"{ABOVE_GUESSING} standard errors above it.\n"
+        )
+    return "\n".join(["## Evaluation\n", *notes, *parts]) + "\n" if notes or parts else ""
 
 
 def lost_writing(scores: Scores, parent_scores: Scores) -> str | None:
@@ -66,8 +71,8 @@ def lost_writing(scores: Scores, parent_scores: Scores) -> str | None:
             shares = [kept(entry, parent, metric) for metric in entry["metrics"]] if parent else []
             best = max((share for share in shares if share is not None), default=None)
             if best is not None and best < WRITES:
-                lost.append(f"{100 * best:.0f} % in {name}")
-    return f"Of its dense parent's right answers it keeps {' and '.join(lost)}." if lost else None
+                lost.append(f"{100 * best:.0f} % as many in {name}")
+    return f"It solves fewer rows than its dense parent: {' and '.join(lost)}." if lost else None
 
 
 def kept(entry: Mapping, parent: Mapping, metric: str) -> float | None:
@@ -119,13 +124,7 @@ def _tables(result: Mapping, parents: Sequence[Mapping]) -> list[str]:
     batch = f", batch size {result['batch_size']}" if result.get("batch_size") else ""
     limit = f"; only the first {result['limit']} rows or documents of each" if result.get("limit") else ""
     chat = ", tasks' prompts through the chat template" if result.get("chat_template") and result["tasks"] else ""
-    about = ""
-    if parents and result["tasks"]:
-        about = (
-            " *Kept* is the share of the parent's score above guessing. It is empty where that is "
-            "less than two standard errors."
-        )
-    return [f"In {result['dtype']}{batch}{chat}{limit}.{about}\n", *tables]
+    return [f"In {result['dtype']}{batch}{chat}{limit}.\n", *tables]
 
 
 def _tasks(result: Mapping, parents: Sequence[Mapping]) -> str:

@@ -48,7 +48,8 @@ BARE_DENSITY = 0.25  # that of a bare swap to ReLU is higher
 LOST = 1.25  # times the dense parent's loss, from which on a card and a training warn; our study ended within 1.06
 UNTRAINED = """A model that was pretrained with another activation loses most of its quality by
 > the swap alone: fine-tune it before you use it (`hf-twell train`)."""
-COSTLY = "Compare it with that parent before you use it; more tokens or a higher density cost less."
+CHEAPER = "More tokens or a higher density cost less."
+COSTLY = "Compare it with that parent before you use it."
 REPO_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # and no path such as ./model
 
 
@@ -146,7 +147,7 @@ def costly(
     costs = [lost_writing(scores, parent_scores)]
     if dense and after and after["loss"] > LOST * dense["loss"]:
         above = f"{100 * (after['loss'] / dense['loss'] - 1):.0f} %"
-        costs.append(f"Its held-out loss{_earlier(config)} is {above} above that of its dense parent.")
+        costs.append(f"Its held-out loss{_earlier(config)} is {above} above that of its dense parent. {CHEAPER}")
     return " ".join(filter(None, costs)) or None
 
 
@@ -245,7 +246,8 @@ def _method(method: Mapping) -> dict:
 
 def _settings(settings: Mapping, steps: int | None) -> dict:
     """Of what `hf_twell.recipe.runs.settings` recorded of a run; None of what is not there."""
-    kept, order, teacher = (settings.get(key) or {} for key in ("kept", "order", "teacher"))
+    kept, order = (settings.get(key) or {} for key in ("kept", "order"))
+    teacher: Any = settings.get("teacher")
     tokens = (order.get("sequences a step") or 0) * (order.get("sequence_length") or 0) * (steps or 0)
     text = order.get("train")
     if isinstance(text, list):  # files, of which each may be named several times
@@ -255,9 +257,9 @@ def _settings(settings: Mapping, steps: int | None) -> dict:
         text = text["hub"]
     if teacher:
         of = "the dense parent" if teacher["model"] == kept.get("model") else f"`{teacher['model'].partition(' (')[0]}`"
-        parts = {"logits": "its logits are {:g} of the objective", "layers": "its blocks' outputs weigh {:g}"}
-        told = "; ".join(words.format(teacher[key]) for key, words in parts.items() if teacher[key])
-        teacher = f"{of}: {told}"
+        parts = [f"its logits, {100 * teacher['logits']:g} % of the objective"] if teacher["logits"] else []
+        parts += [f"its blocks' outputs, with a weight of {teacher['layers']:g}"] if teacher["layers"] else []
+        teacher = f"{of}: {' and '.join(parts)}"
     rate = kept.get("training.learning_rate")
     return {
         "tokens read, steps times their size": f"{tokens:,}" if tokens else None,
@@ -319,7 +321,8 @@ def _mixture(config: Mapping) -> str | None:
 
 
 def _losses(measured: Mapping, earlier: str) -> dict:
-    names = {"dense": "dense parent", "before": "before training", "after": "after it"}
+    after = "after it" if measured.get("before") else "after training"
+    names = {"dense": "dense parent", "before": "before training", "after": after}
     losses = {name: (measured.get(key) or {}).get("loss") for key, name in names.items()}
     told = ", ".join(f"{name} {loss:.3f}" for name, loss in losses.items() if loss is not None)
     return {f"held-out loss (nats per token){earlier}": told or None}

@@ -7,6 +7,7 @@ import lzma
 import math
 import random
 import re
+import statistics
 import sys
 import types
 from pathlib import Path
@@ -110,6 +111,9 @@ def test_three_tasks_from_local_files(model, tokenizer, data_dir):
     expected = {"arc_easy": (5, "test", 0), "arc_challenge": (4, "test", 0), "hellaswag": (6, "validation", 0)}
     assert counts == expected
     assert tasks["arc_easy"]["version"] == 1.0
+    chance = statistics.mean(1 / len(choices) for _, choices, _ in ARC_ROWS)
+    assert (tasks["arc_easy"]["chance"], tasks["hellaswag"]["chance"]) == (pytest.approx(chance), 0.25)
+    assert not any(task["written"] for task in tasks.values())
     assert Path(tasks["arc_challenge"]["data_file"]).name == "ARC-Challenge-Test.jsonl.xz"
 
     samples = tasks["arc_easy"]["samples"]
@@ -136,6 +140,7 @@ def test_lambada_from_a_local_file(model, tokenizer, data_dir):
     options = {"data_dir": data_dir, "batch_size": 2, "log_samples": True}
     task = harness.evaluate(model, tokenizer, "lambada_openai", **options)["tasks"]["lambada_openai"]
     assert (task["n_samples"], task["split"], task["version"]) == (3, "test", 1.0)
+    assert (task["written"], task["chance"]) == (False, 0)
     reference = []
     for passage, sample in zip(passages, task["samples"], strict=True):
         prompt, _, word = passage.rpartition(" ")
@@ -338,6 +343,7 @@ def test_a_groups_mean_stands_beside_its_tasks(model, tokenizer, data_dir, mean)
     assert set(results) == {"one", "two", *(["both"] if mean else [])}
     assert results["one"]["n_samples"] == results["two"]["n_samples"] == 5
     if mean:
+        assert (results["both"]["written"], results["both"]["chance"]) == (False, None)
         assert results["both"]["metrics"]["acc"]["value"] == results["one"]["metrics"]["acc"]["value"]
 
 

@@ -75,6 +75,7 @@ def test_gsm8k_with_its_own_examples(tokenizer, data_dir):
     options = {"data_dir": data_dir, "batch_size": 2, "log_samples": True}
     task = hf_twell.evaluate(*demo, "gsm8k_cot", **options)["tasks"]["gsm8k_cot"]
     assert (task["num_fewshot"], task["split"], task["n_samples"], task["version"]) == (8, "test", 2, 3.0)
+    assert (task["written"], task["chance"]) == (True, 0)
     metrics = ("exact_match,strict-match", "exact_match,flexible-extract")
     assert task["metrics"] == {name: {"value": 0.5, "stderr": 0.5} for name in metrics}
     samples = {(sample["row"], sample["filter"]): sample for sample in task["samples"]}

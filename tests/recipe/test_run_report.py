@@ -135,6 +135,25 @@ def test_the_card_tells_what_a_run_measured(recipe, capsys):
     assert "| density measured | 1.00 % |" in capsys.readouterr().out, "figures that are given come first"
 
 
+def test_the_card_tells_how_a_run_read_and_what_taught(recipe, capsys):
+    again = "train=[train.txt, train.txt]"
+    changes = ["training.max_steps=3", "training.learning_rate=3e-5", "distill={layers: 2}", again]
+    result, _ = train(recipe, capsys, *changes)
+    for folder in (Path(result["model"]), recipe.parent / "out" / "checkpoint-3"):
+        card = folder_card(folder, "me/x")
+        for fact in (
+            "tokens read, steps times their size | 192",
+            "learning rate | 3e-05",
+            "texts | train.txt (2 times)",
+            "teacher | the dense parent: its logits, 50 % of the objective and its blocks' outputs, with a weight of 2",
+        ):
+            assert f"| {fact} |" in card
+    other = Path(shutil.copytree(DEMO / "model", recipe.parent / "other"))
+    result, _ = train(recipe, capsys, *changes, f"distill={{logits: 1.0, parent: {other}}}", "output_dir=taught")
+    assert "| teacher | `other`: its logits, 100 % of the objective |" in folder_card(result["model"], "me/x")
+    assert str(recipe.parent) not in folder_card(result["model"], "me/x")
+
+
 def test_a_model_that_lost_much_is_published_with_a_warning(recipe, capsys, caplog):
     result, _ = train(recipe, capsys, "training.max_steps=1")
     path = Path(result["model"], MEASURED_NAME)

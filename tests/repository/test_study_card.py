@@ -1,4 +1,4 @@
-"""The example card of a study: readable by the Hub, and its figures are its row's."""
+"""The example cards of studies: readable by the Hub, and their figures are those of their rows."""
 
 import json
 import re
@@ -7,8 +7,10 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard
 
+from hf_twell.models.card_scores import FAR_LESS
 from hf_twell.recipe.schema import Recipe
 from tests.paths import ROOT
+from tests.study_cards import RUNS, card_of, of_study, path_of, rows_of
 
 STUDY = ROOT / "model_cards" / "smollm2"
 CARD = STUDY / "card.md"
@@ -40,3 +42,25 @@ def test_the_hub_reads_the_metadata():
     }
     assert shown["HellaSwag", "acc_norm"] == pytest.approx(row["tasks"]["hellaswag"]["acc"], abs=1e-4)
     assert sum(kind == "loss" for _, kind in shown) == len(row["losses"])
+
+
+@pytest.mark.parametrize("folder", RUNS)
+def test_cards_are_what_the_package_makes_of_the_rows(folder):
+    """Else: python -m tests.study_cards."""
+    text, (row, parent) = path_of(folder).read_text(), rows_of(folder)
+    assert text == card_of(folder)
+    assert f"| tokens read, steps times their size | {row['training']['tokens']:,} |" in text
+    (own, its) = (each["written"]["humaneval_instruct"]["pass@1,create_test"]["value"] for each in (row, parent))
+    assert f"fewer rows than its dense parent: {100 * own / its:.0f} % as many in humaneval_instruct." in text
+    data = ModelCard.load(path_of(folder)).data
+    assert data.base_model.startswith("Qwen/Qwen2.5-Coder-")
+
+
+def test_what_cards_say_of_written_answers_is_a_rows():
+    row, parent = rows_of("qwen2.5-coder-1.5b")
+    (own, its) = (each["written"]["humaneval_instruct"]["pass@1,create_test"]["value"] for each in (row, parent))
+    kept = of_study("report").kept(row, [row, parent])
+    told = [
+        f"{100 * share:.{digits}f}" for share, digits in ((row["training"]["density"], 1), (own / its, 0), (kept, 0))
+    ]
+    assert re.findall(r"([\d.]+) %", FAR_LESS) == told
