@@ -10,6 +10,7 @@ from hf_twell.evaluation.sandbox import CPU_SECONDS, MEMORY_BYTES, WALL_SECONDS
 from hf_twell.inspection.conversion_cost import DENSITIES
 from hf_twell.inspection.report.findings import MUCH
 from hf_twell.measure.activity import SHARES
+from hf_twell.models.card_scores import WRITES
 from hf_twell.models.cards import LOST
 from tests.quoting import DENSE, SPARSE, Quote, constant, least, row, rows, speedup
 from tests.study_rows import above_control, power_of, tokens_for
@@ -994,6 +995,7 @@ def serving() -> Entries:
 
 def hub() -> Entries:
     yield "found more than {:.0f} % above its dense parent's", 100 * (LOST - 1)
+    yield "solves less than {:.0f} % as many rows as its parent", 100 * WRITES
 
 
 def pretraining() -> Entries:
