@@ -1,8 +1,8 @@
 """Publish a sparse model's folder on the Hub: stock-form weights and config, tokenizer, and a model card.
 
 The card says what was measured and nothing else: give it figures with --sparsity and --scores, and the dense parent's
-scores with --parent-scores, so that it says what the conversion kept. The token is $HF_TOKEN
-or the one of `hf auth login`. The folder is only read, and the repository gets all files in one commit or none.
+scores with --parent-scores, so that it says what the conversion kept. The token is $HF_TOKEN or the one of
+`hf auth login`. The folder is only read, and the repository gets all files in one commit or none.
 
 examples:
   hf-twell inspect my-model --text notes.txt --output sparsity.json
