@@ -66,22 +66,14 @@ NONE = "\u2013"
 # Settings, and the density at which something was measured.
 GIVEN = {
     "README.md": (
-        "| active neurons | all | 20 % | 10 to 11 % | 5 % | 5 %, neighbours share | 2 % | 0.5 % |",
         "random weights and 0.5 % active",
-        "Qwen-Coder-0.5B | 100 % |",
-        "Qwen-Coder-1.5B | 100 % |",
-        "one sequence | 1 |",
-        "decoding 16 at once | 1 |",
-        "prefill of 16,384 tokens | 1 |",
-        "training step of 16,384 | 1 |",
-        "16 at once | 64 | prefill",
+        "vLLM: one sequence | 16 | 64 | prefill, 8 x 2,048 |",
+        "of 16 and 64 sequences stay",
+        "| one block of 2048 x 5632, random weights: times dense | 20 % active | 11 % | 5 % | 5 %, share | 2 % | 0.5 % |",
+        "decoding 16 at once |",
+        "prefill of 16,384 tokens |",
+        "training step of 16,384 |",
         "your text, some 30 MB",
-        "Qwen-Coder-0.5B, 5 %, neighbours share |",
-        "Qwen-Coder-1.5B, 4 %, neighbours share;",
-        "the 1.57B Llama at 0.5 % gains",
-        "random weights, 11 %",
-        "the same at 0.5 %",
-        "random weights, 0.5 %",
         "at 50 %). 4096",
         "16 bytes a parameter, 2 to 4 more",
         "(to 5 % 310M, to 2 % 120M, sharing 229M)",
@@ -378,6 +370,18 @@ def larger_qwen_gains() -> list[float]:
     return [ratio(qwen_steps(*load, LARGER_SPEED)) for load in LOADS]
 
 
+def larger_qwen_gains_of_ten() -> list[float]:
+    """The same of a conversion to 10 %, in its turn beside the parent: of decode alone."""
+    sides = [
+        [
+            row(LARGER_SPEED, engine=engine, measured=measured, batch=batch)
+            for engine in ("parent beside ten", "ten, kernels on")
+        ]
+        for measured, batch in LOADS[:3]
+    ]
+    return [ratio((parent, sparse)) for parent, sparse in sides]
+
+
 def qwen_training() -> float:
     return speedup(row(QWEN_SPEED, bench="train"))
 
@@ -467,25 +471,40 @@ def from_scratch() -> tuple[float, float]:
 def readme() -> Entries:
     """The tables of quality and speed, and of uses; and what is said before the examples."""
     dense = smollm2("parent"), smollm2("dense/150M/seed0")
-    kept_of = [kept_of_better(smollm2(f"count/{run}/seed0"), *dense) for run in BEST[1:]]
-    sharing = kept_of_better(row(SHARED, target_union=0.236), *dense)
-    text = f"*tasks kept*: SmolLM2-135M |{' {:.0f} % |' * 6} {NONE} |"
-    yield text.replace("*", ""), kept_of_better(dense[0], *dense), *kept_of[:3], sharing, kept_of[3]
-    coders = *map(qwen_kept, QWEN_RUNS), qwen_own_text()[2]
-    yield f"Qwen-Coder-0.5B | 100 % | {NONE} |{' {:.0f} % |' * 3} {NONE} | {NONE} |", *coders
-    with_talk = [qwen_own_text(run)[2] for run in ("ten-half-57M", "union40-half-57M")]
-    kept_at_2e_4, kept_at_1_2e_4, kept_at_ten = (
-        kept_of_better(qwen(run, QWEN_LARGER), qwen("parent", QWEN_LARGER))
-        for run in ("union25-2e-4", "union25", "ten")
-    )
-    text = "Qwen-Coder-1.5B keep {:.0f} to {:.0f} % of the text tasks, those of the 0.5B {:.0f} to {:.0f} %."
-    yield text, *span([kept_at_2e_4, kept_at_1_2e_4, kept_at_ten]), *span([*coders, *with_talk])
-    text = f"Qwen-Coder-1.5B | 100 % | {NONE} | {{:.0f}} % | {NONE} | {{:.0f}} % | {NONE} | {NONE} |"
-    yield text, kept_at_ten, kept_at_1_2e_4
+    best = [smollm2(f"count/{run}/seed0") for run in BEST[1:]]
+    text = "to {:.0f}, {:.0f}, {:.0f} and {:.0f} % | each | {:.0f}, {:.0f}, {:.0f}, {:.0f} % |"
+    yield text, *map(density, best), *(kept_of_better(one, *dense) for one in best)
+    none = f" {NONE} |"
+    larger = qwen("parent", QWEN_LARGER)
+    for run, name, gains in (
+        ("ten", "| Qwen-Coder-1.5B |", larger_qwen_gains_of_ten()),
+        ("union25-2e-4", "| the same, share |", larger_qwen_gains()),
+    ):
+        one = qwen(run, QWEN_LARGER)
+        told = 100 * one["training"]["density"], kept_of_better(one, larger), solved(one["written"])
+        speeds = f" {NONE} ({{:.2f}}) |" * len(gains) + none * (len(LOADS) - len(gains))
+        both = f"(parent {{:.0f}} %) |{speeds}" if run == "ten" else f"({{:.0f}} %) |{speeds}"
+        yield f"{name} {{:.0f}} % | {{:.0f}} % | {{:.0f}} % {both}", *told, solved(larger["written"]), *gains
+    parent = solved(qwen("parent")["written"])
+    told = {
+        run: (*qwen_own_text(run), solved(qwen(run, QWEN_OWN_TEXT)["written"]))
+        for run in ("ten-half-57M", "union25-half")
+    }
+    share, _, share_kept, share_solved = told["union25-half"]
+    active, _, kept_at_ten, ten_solved = told["ten-half-57M"]
+    name = "| Qwen-Coder-0.5B |"
+    text = f"{name} {{:.0f}} % | {{:.0f}} % | {{:.0f}} % ({{:.0f}} %) |{none * len(LOADS)}"
+    yield text, active, kept_at_ten, ten_solved, parent
+    loads = [qwen_steps(*load) for load in LOADS]
+    text = f"| the same, share | {{:.0f}} % | {{:.0f}} % | {{:.0f}} % ({{:.0f}} %) |{' {:.2f} ({:.2f}) |' * len(LOADS)}"
+    times = [value for sides in loads for value in (*quotient(rates(sides)), ratio(sides))]
+    yield text, share, share_kept, share_solved, parent, *times
+    yield "shape decodes {:.2f} times as fast", *quotient(rates(steps("8b")["decode", 1]))
+
     active, shared = (1126, 600, 300, 120, 30), row(UNIONS, tokens=16_384, requested_l0=327)
-    for name, tokens in (("one block: decoding one sequence", 1), ("decoding 16 at once", 16)):
+    for name, tokens in (("decoding one sequence", 1), ("decoding 16 at once", 16)):
         gains = [speedup(block(FEW, tokens, l0)) for l0 in active]
-        yield f"| {name} | 1 |{' {:.2f} |' * 6}", *gains[:3], gains[2], *gains[3:]
+        yield f"| {name} |{' {:.2f} |' * 6}", *gains[:3], gains[2], *gains[3:]
     beside = {"forward": speedup(shared), "forward+backward": of_runs("5.8", 16_384)}
     for name, direction in (
         ("prefill of 16,384 tokens", "forward"),
@@ -494,30 +513,8 @@ def readme() -> Entries:
         paths = {1126: (DENSITY, 1126), 300: (DENSITY, 298)}
         found = [paths.get(l0, (MAIN, l0)) for l0 in active]
         gains = [speedup(block(path, 16_384, l0, **{"pass": direction})) for path, l0 in found]
-        yield f"| {name} | 1 |{' {:.2f} |' * 6}", *gains[:3], beside[direction], *gains[3:]
+        yield f"| {name} |{' {:.2f} |' * 6}", *gains[:3], beside[direction], *gains[3:]
 
-    models = {
-        "Qwen-Coder-0.5B, 5 %, neighbours share |": [qwen_steps(*load) for load in LOADS],
-        "random weights, 11 % |": [steps("l0-600")[load] for load in LOADS],
-        "| the same at 0.5 % |": [steps("bf16")[load] for load in LOADS],
-        "8B's shape, random weights, 0.5 % |": [steps("8b")[load] for load in LOADS],
-    }
-    yield f"neighbours share; {{:.0f}} % kept |{f' {NONE} ({{:.2f}}) |' * 4}", kept_at_2e_4, *larger_qwen_gains()
-    for name, found in models.items():
-        told = [(*(quotient(rates(sides)) if rates(sides) else ()), ratio(sides)) for sides in found]
-        cells = [" {:.2f} ({:.2f}) |" if len(each) > 1 else f" {NONE} ({{:.2f}}) |" for each in told]
-        yield name + "".join(cells), *(value for each in told for value in each)
-    yield "prompts {:.2f} times as fast, and decodes", *quotient(rates(qwen_steps("prefill", 8)))
-    yield "shape decodes {:.2f} times as fast", *quotient(rates(steps("8b")["decode", 1]))
-    text = "In fp8 the 1.57B Llama at 0.5 % gains {:.2f}, {:.2f}, {:.2f} and {:.2f} over fp8"
-    yield text, *(ratio(steps("fp8")[load]) for load in LOADS)
-
-    ends = [solved(each["written"]) for each in rows(QWEN_OWN_TEXT) if "written" in each]
-    text = "best of the 0.5B's solves {:.0f} % of HumanEval (the parent {:.0f} %)"
-    yield text, max(ends), solved(qwen("parent")["written"])
-    tested = [solved(qwen(run, QWEN_LARGER)["written"]) for run in ("union25-2e-4", "ten", "parent")]
-    yield "of the 1.5B's {:.0f} % ({:.0f} %)", max(tested[:2]), tested[2]
-    yield "with many, {:.0f} %.", max(ends)
     some, many = (smollm2(f"count/0.098/{tokens}/seed0") for tokens in ("25M", "350M"))
     yield "in {:.0f} minutes of an H200", many["minutes"]
     yield "With 25M, that to 10 % keeps {:.0f} %", kept_of_better(some, *dense)
@@ -533,7 +530,7 @@ def readme() -> Entries:
     yield text, *(value for one in (half, twentieth) for value in (speedup(one), density(one)))
     four_bits = statistics.mean(each["tokens_per_s"] for each in rows(QWEN_CPU, bench="llama-bench", prompt_tokens=0))
     sparse = row(QWEN_CPU, bench="generate", dtype="bfloat16")["sparse_tokens_per_s"]
-    yield "Qwen-Coder's is {:.1f} times as fast", four_bits / sparse
+    yield "Qwen-Coder-0.5B's is {:.1f} times as fast", four_bits / sparse
     text = "82M parameters: a loss {:.1f} to {:.1f} % below dense, at {:.1f} % |"
     yield text, *from_scratch(), study_density(("from scratch", 0.01))
     snippet = row(SNIPPET)
