@@ -69,7 +69,8 @@ GIVEN = {
         "random weights and 0.5 % active",
         "vLLM: one sequence | 16 | 64 | prefill, 8 x 2,048 |",
         "of 16 and 64 sequences stay",
-        "| one block of 2048 x 5632, random weights: times dense | 20 % active | 11 % | 5 % | 5 %, share | 2 % | 0.5 % |",
+        "| one block of 2048 x 5632, random weights: times dense | 20 % active",
+        "| 11 % | 5 % | 5 %, share | 2 % | 0.5 % |",
         "decoding 16 at once |",
         "prefill of 16,384 tokens |",
         "training step of 16,384 |",
@@ -183,7 +184,7 @@ GIVEN = {
     ),
     "docs/converting.md": (
         "Of the 1.5B 1.2e-4 lost less than 2e-4.",
-        "A second one at 2e-4 in place of 1.2e-4",
+        "1.5B, learning rate 2e-4 in place of 1.2e-4",
         "(that to 5 % 310M, that to 2 % 120M)",
         "each text and task, 10 % is",
         "It was read up to six times",
@@ -403,37 +404,44 @@ def quality() -> Entries:
     strictest = parent, control, smollm2("books/30M/seed0"), smollm2("averaged")
     yield "in {:.0f} minutes of an H200 (that", tenth["minutes"]
     yield "10 % is at {:+.1f} % and keeps {:.0f} %.", above(tenth, *strictest), kept(tenth, *strictest[1:])
-    for run in QWEN_RUNS:
-        yield "| {:.1f} % | {:.0f} % |", 100 * qwen(run)["training"]["density"], qwen_kept(run)
+    parent, larger = qwen("parent"), qwen("parent", QWEN_LARGER)
+    bases = {QWEN: "dense-26M", QWEN_OWN_TEXT: "dense-29M", QWEN_LARGER: None}
+    for size, path, run, talk in (
+        ("0.5B", QWEN, QWEN_RUNS[0], "none"),
+        ("0.5B", QWEN, QWEN_RUNS[1], "none"),
+        ("0.5B", QWEN_OWN_TEXT, "union25-half", "few"),
+        ("0.5B", QWEN_OWN_TEXT, "ten-half-57M", "more than half"),
+        ("1.5B", QWEN_LARGER, "union25", "some"),
+        ("1.5B, learning rate 2e-4 in place of 1.2e-4", QWEN_LARGER, "union25-2e-4", "some"),
+        ("1.5B", QWEN_LARGER, "ten", "two in five"),
+    ):
+        one, base = qwen(run, path), bases[path]
+        dense = [qwen("parent", path)] + ([qwen(base, path)] if base else [])
+        trained = one["training"]
+        values = [
+            trained["tokens"] / 1e6,
+            100 * trained["density"],
+            100 * trained["union"]["64"],
+            kept_of_better(one, *dense),
+        ]
+        text = f"| {size} | {{:.0f}}M | {talk} | {{:.1f}} % | {{:.0f}} % | {{:.0f}} % |"
+        if "written" in one:
+            text += " {:.0f} % ({:.0f} %) |" if size != "0.5B" else " {:.1f} % ({:.0f} %) |"
+            values += [solved(one["written"]), solved((larger if path == QWEN_LARGER else parent)["written"])]
+        yield text, *values
     ends = [
-        100 * (qwen(run)["losses"][text] / loss - 1)
-        for run in QWEN_RUNS
-        for text, loss in qwen("parent")["losses"].items()
+        100 * (qwen(run)["losses"][text] / loss - 1) for run in QWEN_RUNS for text, loss in parent["losses"].items()
     ]
-    yield "Their losses end {:.0f} to {:.0f} % above the parent's", *span(ends)
-    (excess,) = {f"{above(qwen(run), qwen('parent'), qwen('dense-26M')):.0f}" for run in QWEN_RUNS}
+    yield "at 26M end {:.0f} to {:.0f} % above the parent's", *span(ends)
+    (excess,) = {f"{above(qwen(run), parent, qwen('dense-26M')):.0f}" for run in QWEN_RUNS}
     yield "by text, and {} % above a dense control's", excess
-    larger, parent = (qwen(run, QWEN_LARGER) for run in ("union25", "parent"))
-    assert all(ours > theirs for ours, theirs in zip(accuracies(larger), accuracies(qwen("parent")), strict=True))
-    trained, losses = larger["training"], parent["losses"].items()
-    yield "with {:.0f}M tokens, ended at a union", trained["tokens"] / 1e6
-    yield "ended at a union of {:.1f} % and {:.1f} % active", 100 * trained["union"]["64"], 100 * trained["density"]
-    ends = span([100 * (larger["losses"][text] / loss - 1) for text, loss in losses])
-    text = "It keeps {:.0f} % of the tasks, and its losses are {:.0f} to {:.0f} % above the parent's. In each"
-    yield text, kept_of_better(larger, parent), *ends
-    second = qwen("union25-2e-4", QWEN_LARGER)
-    text = "keeps {:.0f} %, and solves {:.0f} % of HumanEval, where the parent solves {:.0f} %"
-    yield text, kept_of_better(second, parent), *(solved(one["written"]) for one in (second, parent))
-    third = qwen("ten", QWEN_LARGER)
-    yield "at {:.1f} % active after {:.0f}M", 100 * third["training"]["density"], third["training"]["tokens"] / 1e6
-    text = "of the parent, keeps {:.0f} %, and solves {:.0f} % of HumanEval."
-    yield text, kept_of_better(third, parent), solved(third["written"])
-    coder, few = (qwen(run, QWEN_OWN_TEXT) for run in ("ten-half-57M", "union25-half"))
-    yield "The parent solves {:.0f} % of HumanEval", solved(qwen("parent")["written"])
-    yield "among {:.0f}M tokens, one solved {:.1f} %", few["training"]["tokens"] / 1e6, solved(few["written"])
-    text = "One that read {:.0f}M, most of them conversations and answers about functions, solves {:.1f} % at {:.1f} %"
-    trained = coder["training"]
-    yield text, trained["tokens"] / 1e6, solved(coder["written"]), 100 * trained["density"]
+    one = qwen("union25", QWEN_LARGER)
+    ends = [100 * (one["losses"][text] / loss - 1) for text, loss in larger["losses"].items()]
+    text = "of the 1.5B at {:.1f} % active end {:.0f} to {:.0f} % above"
+    yield text, 100 * one["training"]["density"], *span(ends)
+    none = qwen("five-half-29M", QWEN_OWN_TEXT)
+    assert solved(none["written"]) == 0
+    yield "of the 0.5B with {:.0f}M tokens and none of its", none["training"]["tokens"] / 1e6
 
 
 def speed() -> Entries:
@@ -878,6 +886,8 @@ def questions() -> Entries:
     few, many = (smollm2(f"count/0.098/{tokens}/seed0")["minutes"] for tokens in ("25M", "350M"))
     yield "in {:.0f} to {:.0f} minutes of an H200", few, many
     yield "26M in {:.0f} minutes", qwen(QWEN_RUNS[0])["training"]["minutes"]
+    trained = qwen("union25", QWEN_LARGER)["training"]
+    yield "the 1.5B {:.0f}M in {:.0f}.", trained["tokens"] / 1e6, trained["minutes"]
 
 
 def evaluation() -> Entries:
