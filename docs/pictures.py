@@ -25,21 +25,15 @@ text { font: 14px -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; fill:
   .ring { fill: #0d1117; stroke: #58a6ff }
 }
 </style>"""
-FEW, MANY = ("kernels/twell_cuda/bench/h200-few-2026-11-27", "kernels/twell_cuda/bench/h200-2026-11-23")
-DENSITY = "kernels/twell_cuda/bench/h200-density-2026-11-27"
-SMOLLM2, QWEN = "model_cards/smollm2/pretrained.jsonl", "model_cards/qwen2.5-coder-0.5b/rows.jsonl"
+QWEN = "model_cards/qwen2.5-coder-0.5b/rows.jsonl"
 OWN_TEXT, WHOLE, WHOLE_CPU = (
     f"model_cards/qwen2.5-coder-0.5b/{name}.jsonl" for name in ("rows_own_text", "speed", "speed_cpu")
 )
 LARGER, LARGER_WHOLE, LARGER_CPU = (
     f"model_cards/qwen2.5-coder-1.5b/{name}.jsonl" for name in ("rows", "speed", "speed_cpu")
 )
-# Active neurons of 5,632 at which blocks were timed, and the conversions of about that density.
-SMOLLM2_RUNS = {1126: "0.194/350M", 600: "0.098/350M", 298: "0.0475/310M", 120: "0.0195/120M"}
-QWEN_RUNS = {600: "ten-parent-26M", 298: "five-parent-26M"}
 WHOLE_RUN = "union25-half"  # which was timed as a whole model
-TASKS = {"lambada": 0.0, "arc_easy": 0.25, "arc_challenge": 0.25, "hellaswag": 0.25}  # and what guessing scores
-GUESSING = statistics.mean(TASKS.values())
+GUESSING = statistics.mean((0.0, 0.25, 0.25, 0.25))  # what it scores in the four tasks
 METRICS = {"lambada_openai": "acc", "arc_easy": "acc", "arc_challenge": "acc_norm", "hellaswag": "acc_norm"}
 
 
@@ -69,12 +63,12 @@ class Drawing:
 
 
 def front(root: Path) -> Drawing:
-    """Left a dense and a sparse block; right what conversions keep against how fast their blocks run."""
+    """Left a dense and a sparse block; right what conversions keep against how fast they run."""
     drawing = Drawing(960, 404, "A dense beside a sparse block, and quality against speed")
     _block(drawing, 24, "Dense block", set(range(20)), "every neuron's weights are read")
     _block(drawing, 258, "Sparse block, one token", {3, 13}, "the gate tells which few are needed")
     drawing.line([(492, 24), (492, 380)], "rule")
-    _chart(drawing, points(root))
+    _chart(drawing, conversions(root))
     return drawing
 
 
@@ -91,22 +85,29 @@ def _block(drawing: Drawing, left: float, title: str, active: set[int], told: st
     drawing.text(left, 338, told, "soft small")
 
 
-def points(root: Path) -> dict[str, list[tuple[float, float, float]]]:
-    """(density, times dense, part of the tasks kept) by line; the first three are SmolLM2's."""
-    lines = {"one token": (FEW, 1), "16 tokens": (FEW, 16), "prefill of 16,384": (MANY, 16_384)}
-    kept, found = _kept_by_smollm2(root), {}
-    for name, (folder, tokens) in lines.items():
-        rows = _read(root, f"{folder}/bench.jsonl") + _read(root, f"{DENSITY}/bench.jsonl") * (tokens == 16_384)
-        found[name] = [(*_speed(rows, tokens, l0), kept[run]) for l0, run in SMOLLM2_RUNS.items()]
-    rows = _read(root, f"{FEW}/bench.jsonl")
-    kept = _kept_by_qwen(root, QWEN, "dense-26M")
-    found["Qwen"] = [(*_speed(rows, 1, l0), kept[run]) for l0, run in QWEN_RUNS.items()]
-    whole = {(row["engine"], row["measured"], row["batch"]): row for row in _read(root, WHOLE) if "engine" in row}
-    (training,) = (row["training"] for row in _read(root, OWN_TEXT) if row["run"] == WHOLE_RUN and "training" in row)
-    kept = _kept_by_qwen(root, OWN_TEXT, "dense-29M")[WHOLE_RUN]
-    loads = ("decode", 1), ("decode", 16), ("prefill", 8)
-    times = [[whole[engine, *load]["step_us"] for engine in ("parent", "kernels on")] for load in loads]
-    found["whole model"] = [(training["density"], dense / sparse, kept) for dense, sparse in times]
+class Conversion(NamedTuple):
+    told: str
+    kept: float  # of its parent's tasks, as recipes/study/report.py has it
+    gains: list[float]  # times the parent's steps, by the GPU's time, of each of LOADS that was timed
+
+
+LOADS = ("decode", 1), ("decode", 16), ("prefill", 8)
+
+
+def conversions(root: Path) -> list[Conversion]:
+    """Those whose steps in vLLM were timed."""
+    found = []
+    for size, path, run, control, speeds, sides in (
+        ("1.5B", LARGER, "ten", None, LARGER_WHOLE, ("parent beside ten", "ten, kernels on")),
+        ("0.5B", OWN_TEXT, WHOLE_RUN, "dense-29M", WHOLE, ("parent", "kernels on")),
+        ("1.5B", LARGER, "union25-2e-4", None, LARGER_WHOLE, ("parent", "kernels on")),
+    ):
+        (training,) = (row["training"] for row in _read(root, path) if row["run"] == run and "training" in row)
+        steps = {(row.get("engine"), row.get("measured"), row.get("batch")): row for row in _read(root, speeds)}
+        dense, sparse = ([steps.get((side, *load)) for load in LOADS] for side in sides)
+        gains = [a["step_us"] / b["step_us"] for a, b in zip(dense, sparse, strict=True) if a and b]
+        told = f"{size}, {100 * training['density']:.0f} % active"
+        found.append(Conversion(told, _kept(root, path, control)[run], gains))
     return found
 
 
@@ -114,38 +115,10 @@ def _read(root: Path, name: str) -> list[dict]:
     return [json.loads(line) for line in (root / name).read_text().splitlines()]
 
 
-def _speed(rows: list[dict], tokens: int, l0: int) -> tuple[float, float]:
-    """(density, times the better of eager and compiled PyTorch) of the block that was asked for about `l0`."""
-    found = [
-        row
-        for row in rows
-        if row["bench"] == "ffn"
-        and (row["pass"], row["tokens"]) == ("forward", tokens)
-        and abs(row["requested_l0"] - l0) < 5
-    ]
-    (row,) = found
-    sparse = min(row[key] for key in ("sparse_ms", "sparse_compiled_ms") if key in row)
-    return row["density"], min(row["eager_ms"], row["compiled_ms"]) / sparse
-
-
-def _kept_by_smollm2(root: Path) -> dict[str, float]:
-    """Of the better of the parent and the dense control."""
-    rows = {row["id"]: row for row in _read(root, SMOLLM2)}
-
-    def above_chance(row: dict) -> float:
-        return statistics.mean(
-            (score["acc"] if isinstance(score := row["tasks"][task], dict) else score) - chance
-            for task, chance in TASKS.items()
-        )
-
-    best = max(above_chance(rows[name]) for name in ("parent", "dense/150M/seed0"))
-    return {run: above_chance(rows[f"count/{run}/seed0"]) / best for run in SMOLLM2_RUNS.values()}
-
-
-def _kept_by_qwen(root: Path, path: str, control: str) -> dict[str, float]:
-    """Of the better of the parent and the dense control, as recipes/study/report.py has it."""
+def _kept(root: Path, path: str, control: str | None) -> dict[str, float]:
+    """Of the better of the parent and the dense control, if there is one."""
     above = {row["run"]: _mean_of_tasks(row) - GUESSING for row in _read(root, path) if "tasks" in row}
-    best = max(above[name] for name in ("parent", control))
+    best = max(above[name] for name in ("parent", control) if name)
     return {run: value / best for run, value in above.items()}
 
 
@@ -153,42 +126,33 @@ def _mean_of_tasks(row: dict) -> float:
     return statistics.mean(row["tasks"][task][metric]["value"] for task, metric in METRICS.items())
 
 
-def _chart(drawing: Drawing, found: dict[str, list[tuple[float, float, float]]]) -> None:
-    left, right, top, bottom = 556, 930, 62, 300
-    drawing.text(512, 40, "Tasks kept, against speed (GPU)", "title")
+def _chart(drawing: Drawing, found: list[Conversion]) -> None:
+    left, right, top, bottom = 556, 930, 84, 300
+    drawing.text(512, 40, "Qwen-Coder, converted: tasks kept, and speed", "title")
+    drawing.text(512, 58, "Whole models in vLLM on an H200, by the GPU's time.", "soft small")
 
     def place(speed: float, kept: float) -> tuple[float, float]:
-        return left + (speed - 1) / 2.6 * (right - left), bottom - (kept - 0.55) / 0.45 * (bottom - top)
+        return left + (speed - 0.9) / 0.7 * (right - left), bottom - (kept - 0.5) / 0.5 * (bottom - top)
 
-    for kept in (0.6, 0.7, 0.8, 0.9, 1.0):
+    for kept in (0.5, 0.6, 0.7, 0.8, 0.9, 1.0):
         y = place(1, kept)[1]
         drawing.line([(left, y), (right, y)], "rule")
         drawing.text(left - 8, y + 4, f"{100 * kept:.0f} %", "soft small", "end")
-    for speed in (1, 1.5, 2, 2.5, 3, 3.5):
+    for speed in (1, 1.2, 1.4, 1.6):
         drawing.text(place(speed, 1)[0], bottom + 18, f"{speed:g}x", "soft small", "middle")
-    drawing.text((left + right) / 2, bottom + 36, "times dense", "soft small", "middle")
-    names = dict(zip(found, "abc", strict=False))
-    for name, kind in names.items():
-        places = [place(1, 1), *(place(speed, kept) for _, speed, kept in found[name])]
-        drawing.line(places, f"line l{kind}")
-        for x, y in places:
-            drawing.dot(x, y, 4, kind)
-    for density, speed, kept in found["one token"]:
-        x, y = place(speed, kept)
-        aside = (8, -6, "start") if density > 0.1 else (-9, 5, "end")
-        drawing.text(x + aside[0], y + aside[1], f"{100 * density:.0f} % active", "small", aside[2])
-    for _, speed, kept in found["Qwen"]:
-        drawing.dot(*place(speed, kept), 4.5, "ring")
-    for kind, (_, speed, kept) in zip("abc", found["whole model"], strict=True):
-        x, y = place(speed, kept)
-        drawing.box(x - 4, y - 4, 8, 8, kind)
-    for kind, x, told in zip(names.values(), (512, 612, 716), ("one token", "16 tokens", "prefill"), strict=True):
+    drawing.text((left + right) / 2, bottom + 36, "times the parent", "soft small", "middle")
+    drawing.dot(*place(1, 1), 5, "ring")
+    drawing.text(place(1, 1)[0] + 10, place(1, 1)[1] + 16, "the parent", "small")
+    for (told, kept, gains), aside in zip(found, (-9, 18, 18), strict=True):
+        places = [place(speed, kept) for speed in gains]
+        drawing.line([min(places), max(places)], "rule")
+        for kind, (x, y) in zip("abc", places, strict=False):
+            drawing.dot(x, y, 5, kind)
+        drawing.text(min(places)[0], places[0][1] + aside, told, "small")
+    for kind, x, told in zip("abc", (512, 638, 764), ("one sequence", "16 sequences", "prefill"), strict=True):
         drawing.dot(x + 4, 352, 4, kind)
         drawing.text(x + 14, 356, told, "small")
-    drawing.dot(794, 352, 4.5, "ring")
-    drawing.text(804, 356, "Qwen-Coder-0.5B", "small")
-    drawing.text(512, 374, "Speeds: of one block of 2048 x 5632, larger than these models' own.", "soft small")
-    drawing.text(512, 390, "Squares: Qwen-Coder as a whole, its GPU time in vLLM.", "soft small")
+    drawing.text(512, 378, "Most code is lost, which these tasks do not ask for.", "soft small")
 
 
 class Point(NamedTuple):

@@ -67,22 +67,15 @@ NONE = "\u2013"
 # Settings, and the density at which something was measured.
 GIVEN = {
     "README.md": (
-        "| active neurons | all | 20 % | 10 to 11 % | 5 % | 5 %, neighbours share | 2 % | 0.5 % |",
         "random weights and 0.5 % active",
-        "Qwen-Coder-0.5B | 100 % |",
-        "Qwen-Coder-1.5B | 100 % |",
-        "one sequence | 1 |",
-        "decoding 16 at once | 1 |",
-        "prefill of 16,384 tokens | 1 |",
-        "training step of 16,384 | 1 |",
-        "16 at once | 64 | prefill",
+        "vLLM: one sequence | 16 | 64 | prefill, 8 x 2,048 |",
+        "of 16 and 64 sequences stay",
+        "| one block of 2048 x 5632, random weights: times dense | 20 % active",
+        "| 11 % | 5 % | 5 %, share | 2 % | 0.5 % |",
+        "decoding 16 at once |",
+        "prefill of 16,384 tokens |",
+        "training step of 16,384 |",
         "your text, some 30 MB",
-        "Qwen-Coder-0.5B, 5 %, neighbours share |",
-        "Qwen-Coder-1.5B, 4 %, neighbours share;",
-        "the 1.57B Llama at 0.5 % gains",
-        "random weights, 11 %",
-        "the same at 0.5 %",
-        "random weights, 0.5 %",
         "at 50 %). 4096",
         "16 bytes a parameter, 2 to 4 more",
         "(to 5 % 310M, to 2 % 120M, sharing 229M)",
@@ -192,7 +185,7 @@ GIVEN = {
     ),
     "docs/converting.md": (
         "Of the 1.5B 1.2e-4 lost less than 2e-4.",
-        "A second one at 2e-4 in place of 1.2e-4",
+        "1.5B, learning rate 2e-4 in place of 1.2e-4",
         "(that to 5 % 310M, that to 2 % 120M)",
         "each text and task, 10 % is",
         "It was read up to six times",
@@ -379,6 +372,18 @@ def larger_qwen_gains() -> list[float]:
     return [ratio(qwen_steps(*load, LARGER_SPEED)) for load in LOADS]
 
 
+def larger_qwen_gains_of_ten() -> list[float]:
+    """The same of a conversion to 10 %, in its turn beside the parent: of decode alone."""
+    sides = [
+        [
+            row(LARGER_SPEED, engine=engine, measured=measured, batch=batch)
+            for engine in ("parent beside ten", "ten, kernels on")
+        ]
+        for measured, batch in LOADS[:3]
+    ]
+    return [ratio((parent, sparse)) for parent, sparse in sides]
+
+
 def qwen_training() -> float:
     return speedup(row(QWEN_SPEED, bench="train"))
 
@@ -400,37 +405,44 @@ def quality() -> Entries:
     strictest = parent, control, smollm2("books/30M/seed0"), smollm2("averaged")
     yield "in {:.0f} minutes of an H200 (that", tenth["minutes"]
     yield "10 % is at {:+.1f} % and keeps {:.0f} %.", above(tenth, *strictest), kept(tenth, *strictest[1:])
-    for run in QWEN_RUNS:
-        yield "| {:.1f} % | {:.0f} % |", 100 * qwen(run)["training"]["density"], qwen_kept(run)
+    parent, larger = qwen("parent"), qwen("parent", QWEN_LARGER)
+    bases = {QWEN: "dense-26M", QWEN_OWN_TEXT: "dense-29M", QWEN_LARGER: None}
+    for size, path, run, talk in (
+        ("0.5B", QWEN, QWEN_RUNS[0], "none"),
+        ("0.5B", QWEN, QWEN_RUNS[1], "none"),
+        ("0.5B", QWEN_OWN_TEXT, "union25-half", "few"),
+        ("0.5B", QWEN_OWN_TEXT, "ten-half-57M", "more than half"),
+        ("1.5B", QWEN_LARGER, "union25", "some"),
+        ("1.5B, learning rate 2e-4 in place of 1.2e-4", QWEN_LARGER, "union25-2e-4", "some"),
+        ("1.5B", QWEN_LARGER, "ten", "two in five"),
+    ):
+        one, base = qwen(run, path), bases[path]
+        dense = [qwen("parent", path)] + ([qwen(base, path)] if base else [])
+        trained = one["training"]
+        values = [
+            trained["tokens"] / 1e6,
+            100 * trained["density"],
+            100 * trained["union"]["64"],
+            kept_of_better(one, *dense),
+        ]
+        text = f"| {size} | {{:.0f}}M | {talk} | {{:.1f}} % | {{:.0f}} % | {{:.0f}} % |"
+        if "written" in one:
+            text += " {:.0f} % ({:.0f} %) |" if size != "0.5B" else " {:.1f} % ({:.0f} %) |"
+            values += [solved(one["written"]), solved((larger if path == QWEN_LARGER else parent)["written"])]
+        yield text, *values
     ends = [
-        100 * (qwen(run)["losses"][text] / loss - 1)
-        for run in QWEN_RUNS
-        for text, loss in qwen("parent")["losses"].items()
+        100 * (qwen(run)["losses"][text] / loss - 1) for run in QWEN_RUNS for text, loss in parent["losses"].items()
     ]
-    yield "Their losses end {:.0f} to {:.0f} % above the parent's", *span(ends)
-    (excess,) = {f"{above(qwen(run), qwen('parent'), qwen('dense-26M')):.0f}" for run in QWEN_RUNS}
+    yield "at 26M end {:.0f} to {:.0f} % above the parent's", *span(ends)
+    (excess,) = {f"{above(qwen(run), parent, qwen('dense-26M')):.0f}" for run in QWEN_RUNS}
     yield "by text, and {} % above a dense control's", excess
-    larger, parent = (qwen(run, QWEN_LARGER) for run in ("union25", "parent"))
-    assert all(ours > theirs for ours, theirs in zip(accuracies(larger), accuracies(qwen("parent")), strict=True))
-    trained, losses = larger["training"], parent["losses"].items()
-    yield "with {:.0f}M tokens, ended at a union", trained["tokens"] / 1e6
-    yield "ended at a union of {:.1f} % and {:.1f} % active", 100 * trained["union"]["64"], 100 * trained["density"]
-    ends = span([100 * (larger["losses"][text] / loss - 1) for text, loss in losses])
-    text = "It keeps {:.0f} % of the tasks, and its losses are {:.0f} to {:.0f} % above the parent's. In each"
-    yield text, kept_of_better(larger, parent), *ends
-    second = qwen("union25-2e-4", QWEN_LARGER)
-    text = "keeps {:.0f} %, and solves {:.0f} % of HumanEval, where the parent solves {:.0f} %"
-    yield text, kept_of_better(second, parent), *(solved(one["written"]) for one in (second, parent))
-    third = qwen("ten", QWEN_LARGER)
-    yield "at {:.1f} % active after {:.0f}M", 100 * third["training"]["density"], third["training"]["tokens"] / 1e6
-    text = "of the parent, keeps {:.0f} %, and solves {:.0f} % of HumanEval."
-    yield text, kept_of_better(third, parent), solved(third["written"])
-    coder, few = (qwen(run, QWEN_OWN_TEXT) for run in ("ten-half-57M", "union25-half"))
-    yield "The parent solves {:.0f} % of HumanEval", solved(qwen("parent")["written"])
-    yield "among {:.0f}M tokens, one solved {:.1f} %", few["training"]["tokens"] / 1e6, solved(few["written"])
-    text = "One that read {:.0f}M, most of them conversations and answers about functions, solves {:.1f} % at {:.1f} %"
-    trained = coder["training"]
-    yield text, trained["tokens"] / 1e6, solved(coder["written"]), 100 * trained["density"]
+    one = qwen("union25", QWEN_LARGER)
+    ends = [100 * (one["losses"][text] / loss - 1) for text, loss in larger["losses"].items()]
+    text = "of the 1.5B at {:.1f} % active end {:.0f} to {:.0f} % above"
+    yield text, 100 * one["training"]["density"], *span(ends)
+    none = qwen("five-half-29M", QWEN_OWN_TEXT)
+    assert solved(none["written"]) == 0
+    yield "of the 0.5B with {:.0f}M tokens and none of its", none["training"]["tokens"] / 1e6
 
 
 def speed() -> Entries:
@@ -468,25 +480,40 @@ def from_scratch() -> tuple[float, float]:
 def readme() -> Entries:
     """The tables of quality and speed, and of uses; and what is said before the examples."""
     dense = smollm2("parent"), smollm2("dense/150M/seed0")
-    kept_of = [kept_of_better(smollm2(f"count/{run}/seed0"), *dense) for run in BEST[1:]]
-    sharing = kept_of_better(row(SHARED, target_union=0.236), *dense)
-    text = f"*tasks kept*: SmolLM2-135M |{' {:.0f} % |' * 6} {NONE} |"
-    yield text.replace("*", ""), kept_of_better(dense[0], *dense), *kept_of[:3], sharing, kept_of[3]
-    coders = *map(qwen_kept, QWEN_RUNS), qwen_own_text()[2]
-    yield f"Qwen-Coder-0.5B | 100 % | {NONE} |{' {:.0f} % |' * 3} {NONE} | {NONE} |", *coders
-    with_talk = [qwen_own_text(run)[2] for run in ("ten-half-57M", "union40-half-57M")]
-    kept_at_2e_4, kept_at_1_2e_4, kept_at_ten = (
-        kept_of_better(qwen(run, QWEN_LARGER), qwen("parent", QWEN_LARGER))
-        for run in ("union25-2e-4", "union25", "ten")
-    )
-    text = "Qwen-Coder-1.5B keep {:.0f} to {:.0f} % of the text tasks, those of the 0.5B {:.0f} to {:.0f} %."
-    yield text, *span([kept_at_2e_4, kept_at_1_2e_4, kept_at_ten]), *span([*coders, *with_talk])
-    text = f"Qwen-Coder-1.5B | 100 % | {NONE} | {{:.0f}} % | {NONE} | {{:.0f}} % | {NONE} | {NONE} |"
-    yield text, kept_at_ten, kept_at_1_2e_4
+    best = [smollm2(f"count/{run}/seed0") for run in BEST[1:]]
+    text = "to {:.0f}, {:.0f}, {:.0f} and {:.0f} % | each | {:.0f}, {:.0f}, {:.0f}, {:.0f} % |"
+    yield text, *map(density, best), *(kept_of_better(one, *dense) for one in best)
+    none = f" {NONE} |"
+    larger = qwen("parent", QWEN_LARGER)
+    for run, name, gains in (
+        ("ten", "| Qwen-Coder-1.5B |", larger_qwen_gains_of_ten()),
+        ("union25-2e-4", "| the same, share |", larger_qwen_gains()),
+    ):
+        one = qwen(run, QWEN_LARGER)
+        told = 100 * one["training"]["density"], kept_of_better(one, larger), solved(one["written"])
+        speeds = f" {NONE} ({{:.2f}}) |" * len(gains) + none * (len(LOADS) - len(gains))
+        both = f"(parent {{:.0f}} %) |{speeds}" if run == "ten" else f"({{:.0f}} %) |{speeds}"
+        yield f"{name} {{:.0f}} % | {{:.0f}} % | {{:.0f}} % {both}", *told, solved(larger["written"]), *gains
+    parent = solved(qwen("parent")["written"])
+    told = {
+        run: (*qwen_own_text(run), solved(qwen(run, QWEN_OWN_TEXT)["written"]))
+        for run in ("ten-half-57M", "union25-half")
+    }
+    share, _, share_kept, share_solved = told["union25-half"]
+    active, _, kept_at_ten, ten_solved = told["ten-half-57M"]
+    name = "| Qwen-Coder-0.5B |"
+    text = f"{name} {{:.0f}} % | {{:.0f}} % | {{:.0f}} % ({{:.0f}} %) |{none * len(LOADS)}"
+    yield text, active, kept_at_ten, ten_solved, parent
+    loads = [qwen_steps(*load) for load in LOADS]
+    text = f"| the same, share | {{:.0f}} % | {{:.0f}} % | {{:.0f}} % ({{:.0f}} %) |{' {:.2f} ({:.2f}) |' * len(LOADS)}"
+    times = [value for sides in loads for value in (*quotient(rates(sides)), ratio(sides))]
+    yield text, share, share_kept, share_solved, parent, *times
+    yield "shape decodes {:.2f} times as fast", *quotient(rates(steps("8b")["decode", 1]))
+
     active, shared = (1126, 600, 300, 120, 30), row(UNIONS, tokens=16_384, requested_l0=327)
-    for name, tokens in (("one block: decoding one sequence", 1), ("decoding 16 at once", 16)):
+    for name, tokens in (("decoding one sequence", 1), ("decoding 16 at once", 16)):
         gains = [speedup(block(FEW, tokens, l0)) for l0 in active]
-        yield f"| {name} | 1 |{' {:.2f} |' * 6}", *gains[:3], gains[2], *gains[3:]
+        yield f"| {name} |{' {:.2f} |' * 6}", *gains[:3], gains[2], *gains[3:]
     beside = {"forward": speedup(shared), "forward+backward": of_runs("5.8", 16_384)}
     for name, direction in (
         ("prefill of 16,384 tokens", "forward"),
@@ -495,30 +522,8 @@ def readme() -> Entries:
         paths = {1126: (DENSITY, 1126), 300: (DENSITY, 298)}
         found = [paths.get(l0, (MAIN, l0)) for l0 in active]
         gains = [speedup(block(path, 16_384, l0, **{"pass": direction})) for path, l0 in found]
-        yield f"| {name} | 1 |{' {:.2f} |' * 6}", *gains[:3], beside[direction], *gains[3:]
+        yield f"| {name} |{' {:.2f} |' * 6}", *gains[:3], beside[direction], *gains[3:]
 
-    models = {
-        "Qwen-Coder-0.5B, 5 %, neighbours share |": [qwen_steps(*load) for load in LOADS],
-        "random weights, 11 % |": [steps("l0-600")[load] for load in LOADS],
-        "| the same at 0.5 % |": [steps("bf16")[load] for load in LOADS],
-        "8B's shape, random weights, 0.5 % |": [steps("8b")[load] for load in LOADS],
-    }
-    yield f"neighbours share; {{:.0f}} % kept |{f' {NONE} ({{:.2f}}) |' * 4}", kept_at_2e_4, *larger_qwen_gains()
-    for name, found in models.items():
-        told = [(*(quotient(rates(sides)) if rates(sides) else ()), ratio(sides)) for sides in found]
-        cells = [" {:.2f} ({:.2f}) |" if len(each) > 1 else f" {NONE} ({{:.2f}}) |" for each in told]
-        yield name + "".join(cells), *(value for each in told for value in each)
-    yield "prompts {:.2f} times as fast, and decodes", *quotient(rates(qwen_steps("prefill", 8)))
-    yield "shape decodes {:.2f} times as fast", *quotient(rates(steps("8b")["decode", 1]))
-    text = "In fp8 the 1.57B Llama at 0.5 % gains {:.2f}, {:.2f}, {:.2f} and {:.2f} over fp8"
-    yield text, *(ratio(steps("fp8")[load]) for load in LOADS)
-
-    ends = [solved(each["written"]) for each in rows(QWEN_OWN_TEXT) if "written" in each]
-    text = "best of the 0.5B's solves {:.0f} % of HumanEval (the parent {:.0f} %)"
-    yield text, max(ends), solved(qwen("parent")["written"])
-    tested = [solved(qwen(run, QWEN_LARGER)["written"]) for run in ("union25-2e-4", "ten", "parent")]
-    yield "of the 1.5B's {:.0f} % ({:.0f} %)", max(tested[:2]), tested[2]
-    yield "with many, {:.0f} %.", max(ends)
     some, many = (smollm2(f"count/0.098/{tokens}/seed0") for tokens in ("25M", "350M"))
     yield "in {:.0f} minutes of an H200", many["minutes"]
     yield "With 25M, that to 10 % keeps {:.0f} %", kept_of_better(some, *dense)
@@ -534,7 +539,7 @@ def readme() -> Entries:
     yield text, *(value for one in (half, twentieth) for value in (speedup(one), density(one)))
     four_bits = statistics.mean(each["tokens_per_s"] for each in rows(QWEN_CPU, bench="llama-bench", prompt_tokens=0))
     sparse = row(QWEN_CPU, bench="generate", dtype="bfloat16")["sparse_tokens_per_s"]
-    yield "Qwen-Coder's is {:.1f} times as fast", four_bits / sparse
+    yield "Qwen-Coder-0.5B's is {:.1f} times as fast", four_bits / sparse
     text = "82M parameters: a loss {:.1f} to {:.1f} % below dense, at {:.1f} % |"
     yield text, *from_scratch(), study_density(("from scratch", 0.01))
     snippet = row(SNIPPET)
@@ -882,6 +887,8 @@ def questions() -> Entries:
     few, many = (smollm2(f"count/0.098/{tokens}/seed0")["minutes"] for tokens in ("25M", "350M"))
     yield "in {:.0f} to {:.0f} minutes of an H200", few, many
     yield "26M in {:.0f} minutes", qwen(QWEN_RUNS[0])["training"]["minutes"]
+    trained = qwen("union25", QWEN_LARGER)["training"]
+    yield "the 1.5B {:.0f}M in {:.0f}.", trained["tokens"] / 1e6, trained["minutes"]
 
 
 def evaluation() -> Entries:
