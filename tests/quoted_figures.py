@@ -8,7 +8,7 @@ from itertools import chain, pairwise, product
 from hf_twell.dispatch.limits import limit
 from hf_twell.evaluation.sandbox import CPU_SECONDS, MEMORY_BYTES, WALL_SECONDS
 from hf_twell.inspection.conversion_cost import DENSITIES
-from hf_twell.inspection.report.findings import MUCH
+from hf_twell.inspection.known_conversions import AFTER_MUCH, MUCH, NEAR, ORACLE_DENSITY
 from hf_twell.measure.activity import SHARES
 from hf_twell.models.card_scores import WRITES
 from hf_twell.models.cards import LOST
@@ -42,6 +42,7 @@ TRIALS, SNIPPET, DEMO = (
     "recipes/demo/measured.jsonl",
 )
 QUANTIZED = "model_cards/smollm2/quantized.jsonl"
+INSPECTED = "model_cards/inspected.jsonl"
 QWEN = "model_cards/qwen2.5-coder-0.5b/rows.jsonl"
 QWEN_OWN_TEXT = "model_cards/qwen2.5-coder-0.5b/rows_own_text.jsonl"
 QWEN_LARGER = "model_cards/qwen2.5-coder-1.5b/rows.jsonl"
@@ -223,7 +224,12 @@ GIVEN = {
         "(default: 0.1 of all steps; 0.4 in the recipes",  # train/callbacks.py
         "0.7 in the README's short run",
     ),
-    "docs/inspect.md": ("at least ten times", "a thousand times as strongly"),
+    "docs/inspect.md": (
+        "at least ten times",
+        "a thousand times as strongly",
+        "| strongest 10 % alone |",
+        "strongest 10 % alone orders",
+    ),
     "docs/quantization.md": (
         "half of bfloat16's memory",
         "at most twice as far from",  # tests/kernels/test_cuda_quantized.py
@@ -902,7 +908,45 @@ def inspect() -> Entries:
     yield "where the swap adds {:.0f} % or more", 100 * MUCH
     swapped = [each for name in ("swap", "swap + L1 early") for each in rows(STUDY, name=name)]
     small = span([100 * (each["loss_before"] / each["parent_loss"] - 1) for each in swapped])
-    yield "it adds {:.1f} to {:.1f} %, in SmolLM2-135M-Instruct {:.0f} %", *small, swap_of_smollm2()
+    yield "82M parameters the swap adds {:.1f} to {:.1f} %", *small
+    inspected = rows(INSPECTED)
+    swaps = span([100 * each["relu"]["increase"] for each in inspected])
+    yield "In three parents that were pretrained for long it adds {:.0f} to {:.0f} %", *swaps
+    some, few, code = (
+        [100 * value for value in (*known.range, *known.density)] for known in AFTER_MUCH
+    )  # tests/inspection/test_known_conversions.py: as the rows
+    text = "{:.0f} to {:.0f} % at {:.0f} to {:.0f} % active neurons, and {:.0f} to {:.0f} % at {:.0f} to {:.0f} %; of"
+    yield text, *some, *few
+    yield "those of two coders, at most {:.0f} %", code[1]
+    yield "its conversions to {:.0f} to {:.0f} % active kept", *(100 * density for density in NEAR.density)
+    qwens, smollm2s = (QWEN, QWEN_OWN_TEXT), [smollm2(f"{kind}/0.098/25M/seed0") for kind in ("count", "chats")]
+    for name, dense, converted in (
+        (
+            "Qwen2.5-Coder-0.5B",
+            [(qwen("parent"), qwen("dense-26M")), (qwen("parent"), qwen("dense-29M", QWEN_OWN_TEXT))],
+            [qwen(run, path) for run, path in zip(("ten-parent-26M", "ten-half-29M"), qwens, strict=True)],
+        ),
+        ("Qwen2.5-Coder-1.5B", [(qwen("parent", QWEN_LARGER),)], [qwen("ten", QWEN_LARGER)]),
+        ("SmolLM2-135M", [(smollm2("parent"), smollm2("dense/150M/seed0"))] * 2, smollm2s),
+    ):
+        pairs = list(zip(converted, dense, strict=True))
+        samples = [each for each in inspected if each["model"].lower().startswith(name.lower())]
+        oracle = [row["increase"] for each in samples for row in each["oracle"] if row["density"] == ORACLE_DENSITY]
+        cells = (
+            ("{:+.0f}", [100 * each["relu"]["increase"] for each in samples]),
+            ("{:.0f}", [100 * each["negative_share"]["mean"] for each in samples]),
+            ("{:+.0f}", [100 * added for added in oracle]),
+            ("{:.0f}", [kept_of_better(one, *beside) for one, beside in pairs]),
+            ("{:.0f}", [kept_of_better(one, beside[0]) for one, beside in pairs]),
+            ("{:+.1f}", [above(one, *beside) for one, beside in pairs]),
+        )
+        text, values = f"| {name} |", []
+        for form, found in cells:
+            ends = span(found)
+            ends = ends[:1] if form.format(ends[0]) == form.format(ends[1]) else ends
+            text += f" {' to '.join([form] * len(ends))} % |"
+            values += ends
+        yield text, *values
 
 
 def training() -> Entries:

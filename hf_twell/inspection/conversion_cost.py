@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_twell.blocks.architectures import dense_ffns
 from hf_twell.convert.convertible import check_convertible
+from hf_twell.inspection.known_conversions import known_conversions, nearest_parent
 from hf_twell.inspection.passages import batches, first_tokens, windows
 from hf_twell.measure.inference import check_ids, input_device, model_context
 from hf_twell.measure.negative_gates import column_norms
@@ -55,8 +56,10 @@ def conversion_cost(
 
     Returns:
         {"tokens" (read), "context", "loss" (nats per token, of the dense model), "relu": {"loss", "increase"},
-        "oracle": [{"density", "loss", "increase"}, ...]}; "increase" is the loss over the dense one, minus 1. Where
-        float16 overflows, both are None.
+        "oracle": [{"density", "loss", "increase"}, ...], "known", "nearest": what conversions have kept of parents that
+        lose as much, or as little, by ReLU, and of the nearest one, as `known_conversions` and `nearest_parent` of
+        `hf_twell.inspection.known_conversions` say}; "increase" is the loss over the dense one, minus 1. Where float16
+        overflows, both are None.
 
     Raises:
         ValueError: a model that `sparsify` refuses, that has adapters, or no head; a text of no token to score.
@@ -96,12 +99,15 @@ def conversion_cost(
                 site.linear("down").register_forward_pre_hook(hook) for site, hook in zip(sites, hooks, strict=True)
             )
             oracle.append({"density": density, **_against(dense, _loss(model, texts, bar, handles))})
+    swap = _against(dense, relu)
     return {
         "tokens": tokens,
         "context": context,
         "loss": dense,
-        "relu": _against(dense, relu),
+        "relu": swap,
         "oracle": oracle,
+        "known": known_conversions(swap["increase"]),
+        "nearest": nearest_parent(swap["increase"], oracle),
     }
 
 

@@ -14,6 +14,7 @@ from hf_twell import measure_sparsity, sparsify, unpatch
 from hf_twell.blocks.architectures import find_ffns
 from hf_twell.cli import main
 from hf_twell.inspection.conversion_cost import DENSITIES, conversion_cost
+from hf_twell.inspection.known_conversions import in_words, known_conversions
 from hf_twell.inspection.passages import windows
 from hf_twell.inspection.report.findings import conversion_sentence, increase
 from hf_twell.inspection.report.page import render
@@ -248,8 +249,10 @@ def test_the_command_says_it(inspected, capsys):
     from hf_twell.cli.inspect import summary
 
     cost = inspected["conversion"]
-    assert cost.keys() == {"tokens", "context", "loss", "relu", "oracle"}
+    assert cost.keys() == {"tokens", "context", "loss", "relu", "oracle", "known", "nearest"}
     assert cost["tokens"] == 120
+    assert cost["nearest"] is None  # the demo model loses little by ReLU
+    assert cost["known"] == json.loads(json.dumps(known_conversions(cost["relu"]["increase"])))
     assert all(0 < layer["negative_share"] < 0.5 for layer in inspected["layers"])
     printed = summary(inspected)
     assert "negative gates carry" in printed
@@ -271,8 +274,11 @@ def test_the_conclusion(inspected):
     said = conversion_sentence(result)
     assert "9.0 % to 26 % of a block's output energy (mean 16 %)" in said
     assert "from 3.27 to 7.92 (+142 %). That is much" in said
+    assert said.endswith(in_words(1.422, []))
     result["conversion"]["relu"] = {"loss": 3.8, "increase": 0.16}
-    assert "(+16 %). That is little: a short fine-tuning may do;" in conversion_sentence(result)
+    said = conversion_sentence(result)
+    assert "(+16 %). That is little: a short fine-tuning may do (docs/converting.md). " in said
+    assert said.endswith(in_words(0.16, []))
     result["conversion"]["relu"] = {"loss": None, "increase": None}
     assert "overflow" in conversion_sentence(result)
     shown = ["n/a", "+0.8 %", "-2.0 %", "+9.9 %", "+40 %", "+1,200 %"]

@@ -1,11 +1,10 @@
 """An inspection in sentences: the headline, and which known effects of sparse models show in this one."""
 
+from hf_twell.inspection.known_conversions import MUCH, in_words
+
 MANY = 1.2  # a ratio from which on an effect counts as shown
 LATE = 64  # positions from here on are "later" ones
 FIRST = 4
-# Of the loss, by the untrained swap to ReLU: between the demo model (15 %), which a short fine-tuning converts, and
-# SmolLM2-135M-Instruct (171 %), which one of tens of millions of tokens does not (docs/converting.md).
-MUCH = 0.5
 
 
 def headline(result: dict) -> str:
@@ -68,7 +67,7 @@ def savings_sentence(savings: dict) -> str:
 
 
 def conversion_sentence(result: dict) -> str:
-    """What a dense model draws from negative gates, what losing that costs, and whether that is much."""
+    """What a dense model draws from negative gates, what losing that costs, and what like parents have kept."""
     shares, cost = [layer["negative_share"] for layer in result["layers"]], result["conversion"]
     relu = cost["relu"]
     if relu["loss"] is None:
@@ -78,7 +77,8 @@ def conversion_sentence(result: dict) -> str:
     return (
         f"Negative gates carry {percent(min(shares))} to {percent(max(shares))} of a block's output energy (mean "
         f"{percent(_mean(shares))}), and ReLU drops it: the swap alone, untrained, takes the loss from "
-        f"{cost['loss']:.2f} to {relu['loss']:.2f} ({increase(relu['increase'])}). {verdict}; see docs/converting.md."
+        f"{cost['loss']:.2f} to {relu['loss']:.2f} ({increase(relu['increase'])}). {verdict} "
+        f"(docs/converting.md). {in_words(relu['increase'], cost['oracle'])}"
     )
 
 
