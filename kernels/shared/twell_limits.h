@@ -222,8 +222,8 @@ constexpr double kVllmCpuInt8MaxDensity = 0.02;
 // gate and up are one matrix and one kernel multiplies what they give. Whole decode steps of 16 and of 64 sequences on
 // H200s gained, of small matrices, 1.23 and 1.11 at 0.5 % active (2048 x 5632), 1.10 and 1.09 at 5.4 % (896 x 4864), 1.03
 // and 0.99 at 11 % (2048 x 5632); of medium ones (1536 x 8960) 1.07 and 1.01 at 4.3 %, 0.98 and 0.92 at 10.5 %. The
-// limits are where the lines through these meet 1; of other numbers of tokens they are interpolated. One sequence
-// gains 1.28 to 1.32 at 11 %.
+// limits are where the lines through these meet 1, or a little below; of 8 and 32 tokens they are interpolated, and up to
+// 4 there is none beyond kCudaLimits, as one sequence gains 1.28 to 1.32 at 11 %.
 constexpr DensityLimits kVllmCudaLimits[] = {
     {4, 1.0, 1.0, 1.0},
     {8, 0.18, 0.14, 1.0},

@@ -109,6 +109,7 @@ def test_in_vllm_few_tokens_go_the_way_by_which_whole_steps_were_faster(shape, d
     """The rows of kernels/twell_cuda/bench/h200-vllm-2026-11-27 and of both Qwen2.5-Coders' model cards."""
     keys = [CallKey("cuda", "9.0", BF16, BF16, tokens, *shape, rival="vllm") for tokens in sequences]
     assert "".join(str(int(takes(key, density))) for key in keys) == gained
+    assert "".join(str(int(takes(key._replace(asked=True), density))) for key in keys) == gained, "asked: 8-bit alone"
 
 
 def test_in_vllm_no_number_of_tokens_gets_kernels_at_a_higher_density_than_in_pytorch():
