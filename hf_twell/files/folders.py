@@ -201,7 +201,7 @@ def has_chat_template(path: str | Path) -> bool:
         return True
     file = Path(path, "tokenizer_config.json")
     try:
-        config = json.loads(file.read_text()) if file.is_file() else {}
+        config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     except ValueError as error:
         raise ValueError(f"{file} is no JSON ({error}); copy it again") from error
     return isinstance(config, dict) and bool(config.get("chat_template"))

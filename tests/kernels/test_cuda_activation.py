@@ -9,6 +9,8 @@ from hf_twell.blocks.modeling import L1Inputs
 from hf_twell.dispatch.choose import dense_dtypes
 from hf_twell.dispatch.key import HOPPER, device_class
 from hf_twell.ops import build, reference
+from hf_twell.serving.vllm_plugin import operator  # noqa: F401  defines torch.ops.hf_twell_vllm.ffn
+from tests.ffn_cases import relative_rms
 
 pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
@@ -54,6 +56,27 @@ def test_one_pass_gives_what_the_reference_gives(shape, gated, dtype, count):
             ours.double(), truth.double(), rtol=1.01 * rounding, atol=1e-7 if count is None else 4e-6
         )
     torch.testing.assert_close(results[0][-1], results[1][-1], rtol=2 * rounding, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("tokens", "width"), [(16, 5632), (64, 172), (700, 1024)])
+@torch.no_grad()
+def test_vllms_operator_computes_a_dense_block(tokens, width, dtype):
+    """At a density at which no kernels run, `down` by columns as it lies there; eager and captured."""
+    x, gate, up, down = make_ffn(tokens, 256, width, width / 2, dtype=dtype, device="cuda")
+    truth = reference.ffn(*(t.double() for t in (x, up, down, gate)))
+    weights = torch.cat([gate, up]), down.t().contiguous().t()
+
+    def compute():
+        return torch.ops.hf_twell_vllm.ffn(x, *weights, 1.0, None)
+
+    y = compute()
+    assert relative_rms(y, truth) <= 2 * relative_rms(reference.ffn(x, up, down, gate), truth)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = compute()
+    graph.replay()
+    torch.testing.assert_close(captured, y, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
