@@ -238,6 +238,8 @@ GIVEN = {
     "docs/serving.md": ("a third of a block's 8-bit bytes",),
     "docs/training.md": (
         "default, 5e-5",
+        "a rate over twice the proposed",  # train/learning_rates.py
+        "under a quarter of it, by",
         "With 5e-2 and 60 steps",
         "with plain autograd, to 1e-5",  # tests/train/test_trainers.py, tests/train/test_training.py
         "room for one and a half times",  # dispatch/training.py

@@ -1,5 +1,6 @@
 """The arguments of Trainer that a recipe gives, and the progress bar of its run."""
 
+import dataclasses
 import typing
 from typing import Any
 
@@ -40,6 +41,13 @@ def training_arguments(recipe: Recipe) -> TrainingArguments:
         args.get_process_log_level()  # which Trainer looks up later
     _check_reporters(args.report_to)
     return args
+
+
+def with_learning_rate(recipe: Recipe, rate: float | None) -> Recipe:
+    """The recipe with this learning rate, if it has none of its own."""
+    if rate is None or recipe.training.get("learning_rate") is not None:
+        return recipe
+    return dataclasses.replace(recipe, training={**recipe.training, "learning_rate": rate})
 
 
 def _check_values(training: dict) -> None:

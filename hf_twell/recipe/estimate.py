@@ -12,10 +12,6 @@ from hf_twell.recipe.schema import Recipe
 OPTIMIZER_VALUES = 2  # of Adam, for each trained weight and in its dtype
 PASSES = 3  # eager forward passes that an eager step takes as long as
 COMPILED = 0.7  # of an eager step's time, that of a compiled one (kernels/twell_cuda/bench/h200-2026-11-23)
-# Of models whose every weight was trained: parameters, and the learning rate at which the least loss was added.
-# (model_cards/smollm2 and model_cards/qwen2.5-coder-0.5b)
-LEARNING_RATES = {"SmolLM2-135M": (135e6, 1.5e-3), "Qwen2.5-Coder-0.5B": (494e6, 1.5e-4)}
-SMALLEST_PRETRAINED = 1e8  # parameters; smaller models are mostly tests, which take other rates
 
 
 def estimate(
@@ -49,27 +45,6 @@ def estimate_time(args: TrainingArguments, recipe: Recipe, tokens: int, forward_
     took = forward_seconds * passes * (COMPILED if args.torch_compile else 1) * tokens / args.world_size
     beside = "compiling and saving" if args.torch_compile else "saving"
     return f"by the time of a forward pass, training takes about {_duration(took)}, beside {beside}"
-
-
-def learning_rate_advice(args: TrainingArguments, recipe: Recipe, model: nn.Module) -> str | None:
-    """One line where the learning rate was not chosen, or is over twice that of the measured model nearest in size.
-
-    None of small models, of dense ones, and where only a part of the weights is trained.
-    """
-    parameters = sum(weight.numel() for weight in model.parameters())
-    if not recipe.relu or recipe.trainable != "all" or parameters < SMALLEST_PRETRAINED:
-        return None
-    name = min(LEARNING_RATES, key=lambda name: abs(math.log(parameters / LEARNING_RATES[name][0])))
-    best = LEARNING_RATES[name][1]
-    measured = f"{name}, of the models measured the nearest in size, lost least at {best:g}"
-    if recipe.training.get("learning_rate") is None:
-        return f"training has no learning_rate, so it is Trainer's {args.learning_rate:g}; {measured}"
-    if args.learning_rate > 2 * best:
-        return (
-            f"training.learning_rate {args.learning_rate:g} may ruin the model: {measured}, and four times as much "
-            f"ruined Qwen2.5-Coder-0.5B; write training.learning_rate={best:g}, or try several on a few million tokens"
-        )
-    return None
 
 
 def sequences_of_step(args: TrainingArguments) -> int:

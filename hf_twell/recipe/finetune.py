@@ -12,14 +12,8 @@ from hf_twell.files.checkpoints import last_checkpoint
 from hf_twell.files.folders import full_disks_as_os_errors, save_model
 from hf_twell.models.attention import without_masks
 from hf_twell.models.loading import load_model, load_tokenizer, stored_dtype
-from hf_twell.recipe.arguments import CompactProgress, training_arguments
-from hf_twell.recipe.estimate import (
-    count_steps,
-    estimate,
-    estimate_time,
-    learning_rate_advice,
-    sequences_of_step,
-)
+from hf_twell.recipe.arguments import CompactProgress, training_arguments, with_learning_rate
+from hf_twell.recipe.estimate import count_steps, estimate, estimate_time, sequences_of_step
 from hf_twell.recipe.measured import forward_seconds, measure, measure_start, names_of, parent_activations
 from hf_twell.recipe.packing import PackedText, StreamedText, check_length
 from hf_twell.recipe.runs import (
@@ -29,6 +23,7 @@ from hf_twell.recipe.runs import (
     check_run,
     identity,
     interruptible,
+    kept_learning_rate,
     model_identity,
     only_run,
     settings,
@@ -38,6 +33,7 @@ from hf_twell.recipe.trainer import PackedTrainer
 from hf_twell.recipe.variants import LoraOutsideFfns, freeze, train_ffns_alone
 from hf_twell.train.callbacks import SparsityCallback
 from hf_twell.train.distillation import Distillation
+from hf_twell.train.learning_rates import proposal, rate_warning
 from hf_twell.train.resuming import CompleteCheckpoints, method_of
 
 
@@ -62,6 +58,8 @@ def finetune(
             inputs += [source] if isinstance(source, str) else source if isinstance(source, list) else []
         check_run(recipe.output_dir, args, resume=resume, overwrite=overwrite, inputs=inputs)
         if resume:
+            recipe = with_learning_rate(recipe, kept_learning_rate(recipe.output_dir))
+            args = training_arguments(recipe)
             check_changes(recipe, args)
         return five_steps(recipe, args, resume, train, heldout)
 
@@ -86,6 +84,15 @@ def five_steps(
         set_seed(args.seed)  # as Trainer will; adapters begin at random
         adapters = LoraOutsideFfns(model, recipe.lora)
     freeze(model, recipe.freeze)
+    about_rate = None
+    # A control takes other rates, and a resumed run keeps its own.
+    if recipe.relu and not resume and (proposed := proposal(model, args.optim)) is not None:
+        if recipe.training.get("learning_rate") is None:
+            recipe = with_learning_rate(recipe, proposed.rate)
+            args = training_arguments(recipe)
+            about_rate = f"training has no learning_rate; this run takes {proposed.rate:g}, proposed {proposed.why}"
+        else:
+            about_rate = rate_warning(args.learning_rate, proposed, "training.learning_rate")
 
     # 2. Text, packed into sequences of one length.
     tokenizer = load_tokenizer(recipe.model)
@@ -112,6 +119,7 @@ def five_steps(
     callback = None
     if recipe.relu:
         callback = SparsityCallback(trainer, distillation=teacher(recipe, model), **recipe.sparsity)
+        callback.proposal = None  # it is told below
         trainer.add_callback(callback)
         checkpoints = callback.checkpoints
     else:
@@ -133,8 +141,8 @@ def five_steps(
     count = None if isinstance(train, StreamedText) else len(train)
     if trainer.is_world_process_zero():
         print(estimate(args, model, sequences=count, length=length, dtype=dtype), file=sys.stderr)
-        if advice := learning_rate_advice(args, recipe, model):
-            print(advice, file=sys.stderr)
+        if about_rate is not None:
+            print(about_rate, file=sys.stderr)
     start = {"dense": None, "before": None}
     if not sharded:  # which a model becomes when its training begins
         text = {"heldout": identity(recipe.heldout), "sequence_length": length}

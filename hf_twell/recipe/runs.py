@@ -144,6 +144,13 @@ def model_identity(path: str) -> str:
     return f"{Path(path).resolve().name} ({sum(file.stat().st_size for file in files):,} bytes)"
 
 
+def kept_learning_rate(output_dir: str) -> float | None:
+    """That of the run which a resumed one goes on with; None where its checkpoint does not say."""
+    checkpoint = last_checkpoint(output_dir)
+    assert checkpoint is not None  # `check_run` found it
+    return read_state(checkpoint).get("settings", {}).get("kept", {}).get("training.learning_rate")
+
+
 def check_changes(recipe: Recipe, args: TrainingArguments) -> None:
     """Tell a resumed run that another order of the text follows, and refuse, by a ValueError, a change of what the
     checkpoint keeps."""

@@ -115,7 +115,8 @@ class Recipe:
             in `training` on a GPU.
         save_dtype: of the final model's weights; null for that of `model` itself (bfloat16 for a quantized GGUF file),
             or for `dtype` if that takes less space. Figures are measured in `dtype`.
-        training: arguments of `transformers.TrainingArguments`; null is as if one were left out.
+        training: arguments of `transformers.TrainingArguments`; null is as if one were left out. Without
+            `learning_rate` a pretrained model takes the one that is proposed for its size (`train/learning_rates.py`).
 
     Raises:
         pydantic.ValidationError: values that cannot be run; `load_recipe` says them in one line.

@@ -14,6 +14,7 @@ from hf_twell.files.checkpoints import read_state
 from hf_twell.models.adapters import record_base
 from hf_twell.train.controller import DensityController, smoothed
 from hf_twell.train.distillation import Distillation
+from hf_twell.train.learning_rates import proposal
 from hf_twell.train.logs import (
     hide_layers,
     rows_of_report,
@@ -22,6 +23,7 @@ from hf_twell.train.logs import (
     warn_of_few_tokens,
     warn_of_loss,
     warn_of_miss,
+    warn_of_rate,
 )
 from hf_twell.train.parent_loss import parent_loss
 from hf_twell.train.penalty import L1Penalty
@@ -99,7 +101,8 @@ class SparsityCallback(TrainerCallback):
             first 80 % of the run.
         distillation: a `Distillation` from the dense parent.
         parent_loss: the dense parent's on such text (default: of the first step, if the model was converted now).
-            Warnings tell where the loss stays far above it, many neurons die, or a run is short for its target.
+            Warnings tell where the loss stays far above it, many neurons die, or a run is short for its target; and
+            of a learning rate far from the one proposed for a pretrained model of this size (`learning_rates.py`).
         log_layers: log the per-layer figures too.
 
     Raises:
@@ -165,6 +168,8 @@ class SparsityCallback(TrainerCallback):
         if revive_after is not None:
             sigma = getattr(trainer.model.config.get_text_config(), "initializer_range", 0.02)
             self.revival = Revival(self.penalty.ffns, revive_after, sigma=sigma, seed=trainer.args.seed)
+        # Until it is told, once. An optimizer that the user made has a rate of its own.
+        self.proposal = proposal(trainer.model, trainer.args.optim) if trainer.optimizer is None else None
         self._told: set = set()
         self._term = contextlib.ExitStack()  # what a micro-batch switches on
         wrap(trainer, self, ["get_batch_samples"])
@@ -323,6 +328,9 @@ class SparsityCallback(TrainerCallback):
             check_batches(self.trainer, batches)
             if self.parent_loss is None and self.l1_weight != 0 and not self.trainer.state.global_step:
                 self.parent_loss = parent_loss(self.trainer, batches)
+            if self.proposal is not None:
+                warn_of_rate(self.trainer, self.proposal, self.parent_loss)
+                self.proposal = None
             if self.target is None:
                 self.penalty.l1_weight = self.weight_at(self.trainer.state.global_step)
             self.penalty.begin_step(batches, scaler=self.trainer.accelerator.scaler)

@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from transformers import (
 from hf_twell.blocks.modeling import SparseBlock
 from hf_twell.models.cards import LOST
 from hf_twell.train.controller import DensityController
+from hf_twell.train.learning_rates import Proposal, rate_warning
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +27,7 @@ JUDGED_FROM = 0.25  # of a run: before, the swap to ReLU and the way to the targ
 MANY_DEAD = 0.2  # share of neurons; our study's conversions had at most 0.04
 DEAD_TOKENS = 16_384  # of fewer, neurons that are rarely needed may all lack
 TOKENS_TIMES_TARGET = 200_000  # 20 million tokens to 1 %, 2 million to 10 %; judgement, the study took 26 million
+PRETRAINED = 0.75  # times an untrained model's loss, the logarithm of its vocabulary: pretrained ones are below
 UNION_OVER_DENSITY = 4  # of 64 tokens, in conversions whose neighbours were pressed to share neurons
 
 LAYER_PREFIX = "twell/layer_"
@@ -130,6 +133,19 @@ def warn_of_few_tokens(tokens: float, target: str, value: float) -> None:
             "more steps or a higher %s",
             f"{tokens:,.0f}", target, value, target,
         )  # fmt: skip
+
+
+def warn_of_rate(trainer: Trainer, proposal: Proposal, parent_loss: float | None) -> None:
+    """Log that a pretrained model's conversion has a learning rate far from the proposed one.
+
+    By its loss the dense parent was pretrained; where that is not known, the model may be untrained or sparse long ago.
+    """
+    if trainer.state.global_step or not trainer.is_world_process_zero() or parent_loss is None:
+        return
+    untrained = math.log(trainer.model.config.get_text_config().vocab_size)
+    warning = rate_warning(trainer.args.learning_rate, proposal, "learning_rate")
+    if warning is not None and parent_loss < PRETRAINED * untrained:
+        logger.warning("%s", warning)
 
 
 def warn_of_loss(

@@ -12,23 +12,17 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 import hf_twell
 from hf_twell.cli import main
 from hf_twell.files.folders import MEASURED_NAME, check_target
 from hf_twell.models.hub import folder_card
 from hf_twell.recipe import finetune, measured
-from hf_twell.recipe.estimate import (
-    COMPILED,
-    PASSES,
-    count_checkpoints,
-    count_steps,
-    estimate_time,
-    learning_rate_advice,
-)
+from hf_twell.recipe.estimate import COMPILED, PASSES, count_checkpoints, count_steps, estimate_time
 from hf_twell.recipe.packing import PackedText
 from hf_twell.recipe.schema import load_recipe
+from hf_twell.train import learning_rates
 from hf_twell.train.parent_loss import parent_loss
 from tests.conftest import COMMAND, finished, tiny_llama, write_recipe
 from tests.one_step import make_trainer
@@ -474,24 +468,52 @@ def test_deepspeeds_warning_is_not_in_every_command(tmp_path):
     assert "Setting accelerator" not in printed
 
 
+@pytest.fixture
+def judges_small_models(monkeypatch):
+    monkeypatch.setattr(learning_rates, "SMALLEST_PRETRAINED", 0)
+
+
+def rates_told(told: str) -> list[str]:
+    return [line for line in told.splitlines() if "learning_rate" in line]
+
+
+def test_a_recipe_without_a_learning_rate_takes_the_proposed_one_and_keeps_it(
+    recipe, capsys, judges_small_models, monkeypatch
+):
+    result, told = train(recipe, capsys)
+    (line,) = rates_told(told)
+    assert line.startswith("training has no learning_rate; this run takes 0.0015, proposed for 5M parameters, a guess")
+    assert result["logs"][0]["learning_rate"] == 1.5e-3
+    out = recipe.parent / "out"
+    shutil.rmtree(out / "checkpoint-4")
+    shutil.rmtree(out / "final")
+    monkeypatch.setattr(learning_rates, "SMALLEST_PRETRAINED", 1e8)  # now none is proposed
+    resumed, told = train(recipe, capsys, "--resume")
+    assert not rates_told(told)
+    assert resumed["logs"] == result["logs"]
+
+
 @pytest.mark.parametrize(
-    ("hidden", "layers", "training", "says"),
+    ("changes", "says"),
     [
-        (576, 30, {"learning_rate": 1.5e-3}, None),
-        (576, 30, {}, "no learning_rate, so it is Trainer's 5e-05; SmolLM2-135M"),
-        (896, 24, {"learning_rate": 1.5e-4}, None),
-        (896, 24, {"learning_rate": 1.5e-3}, "write training.learning_rate=0.00015"),
-        (64, 2, {}, None),
+        ("training.learning_rate=6.1e-3", "training.learning_rate 0.0061 may ruin the model: 0.0015 is proposed"),
+        ("training.learning_rate=3e-4", "training.learning_rate 0.0003 is so low that the run may hardly learn"),
+        ("training.learning_rate=3e-3", None),
+        ("relu=false", None),
+        ("training.optim=sgd", None),
     ],
 )
-def test_a_learning_rate_is_compared_with_that_of_the_measured_model_nearest_in_size(
-    recipe, tmp_path, hidden, layers, training, says
+def test_a_recipe_is_told_of_a_learning_rate_far_from_the_proposed_one(
+    recipe, capsys, caplog, judges_small_models, changes, says
 ):
-    sizes = {"hidden_size": hidden, "intermediate_size": 5 * hidden, "num_hidden_layers": layers}
-    with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=8, vocab_size=49_152))
-    given = dataclasses.replace(load_recipe(recipe), training=training)
-    args = TrainingArguments(str(tmp_path), use_cpu=True, **training)
-    advice = learning_rate_advice(args, given, model)
-    assert (advice is None) if says is None else (says in advice)
-    assert learning_rate_advice(args, dataclasses.replace(given, relu=False), model) is None
+    _, told = train(recipe, capsys, "training.max_steps=1", "training.save_strategy=no", changes)
+    assert [says in line for line in rates_told(told)] == ([True] if says else [])
+    assert not lines_with(caplog, "learning_rate"), "once"
+
+
+@pytest.mark.parametrize(("trainable", "says"), [("ffn", True), ("ffn+lora", False)])
+def test_adapters_take_other_learning_rates(recipe, capsys, judges_small_models, trainable, says):
+    pytest.importorskip("peft")
+    changes = ["training.max_steps=1", "training.save_strategy=no", f"trainable={trainable}"]
+    _, told = train(recipe, capsys, *changes)
+    assert bool(rates_told(told)) == says
