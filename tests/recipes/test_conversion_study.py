@@ -1,11 +1,17 @@
 """recipes/study: rows that a kill cut, runs that two commands want, texts that share no sources, and the table."""
 
+import dataclasses
 import json
+import re
 import sys
 
 import pytest
+import yaml
 from filelock import FileLock
 
+from hf_twell.recipe.arguments import training_arguments
+from hf_twell.recipe.schema import load_recipe
+from hf_twell.recipe.yaml12 import read_yaml
 from tests.paths import ROOT
 
 FOLDER = ROOT / "recipes" / "study"
@@ -67,6 +73,50 @@ def test_changes_name_the_output_and_the_models_of_other_runs(tmp_path):
         f"model={final}",
         f"train=[{tmp_path}/texts/own.jsonl]",
     ]
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b"])
+def test_every_run_of_a_study_is_a_recipe(tmp_path, name):
+    import report
+    import study
+
+    told = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
+    assert (set(told["tasks"]), set(told["written_tasks"])) == (set(report.METRICS), set(report.WRITTEN))
+    for text in re.findall(r"{OUTPUT}/([\w/.-]+)", json.dumps(told)):
+        (tmp_path / text).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / text).write_text("{}")
+    seen = {}
+    for run in (run for run, how in told["runs"].items() if how is not None):
+        recipe = load_recipe(FOLDER / told["recipe"], study.changes_of(run, told, "parent", tmp_path))
+        training_arguments(dataclasses.replace(recipe, training={**recipe.training, "bf16": False, "use_cpu": True}))
+        assert recipe.relu == (not run.startswith("dense"))
+        assert recipe.distill is None or recipe.relu
+        seen[run] = {**recipe.training, **recipe.sparsity, "relu": recipe.relu, "distill": recipe.distill}
+    assert len({json.dumps(each) for each in seen.values()}) == len(seen), "none is there twice"
+    natural = next(each for run, each in seen.items() if run.startswith("natural"))
+    assert (natural["l1_weight"], natural["target_density"], natural["target_union"]) == (0, None, None)
+
+
+def test_the_coders_recipe_is_the_row_that_kept_most_code():
+    """But for text and what a GGUF file has besides, as its head says."""
+    rows: dict[str, dict] = {}
+    for line in (ROOT / "model_cards/qwen2.5-coder-0.5b/rows_own_text.jsonl").read_text().splitlines():
+        rows.setdefault(json.loads(line)["run"], {}).update(json.loads(line))
+    solved = {
+        run: row["written"]["humaneval_instruct"]["pass@1,create_test"]["value"]
+        for run, row in rows.items()
+        if "written" in row and row["changes"] is not None
+    }
+    name = max(solved, key=solved.get)
+    text = (ROOT / "recipes" / "qwen2.5-coder-0.5b.yaml").read_text()
+    assert f"the row {name} of" in text.replace("\n# ", " ")
+    recipe = read_yaml(text, "the recipe")
+    assert rows[name]["changes"] == [f"target_density={recipe['target_density']}", "distill={logits: 0.5}"]
+    assert recipe["distill"] == {"logits": 0.5}
+    training, trained = recipe["training"], rows[name]["training"]
+    step = training["per_device_train_batch_size"] * training["gradient_accumulation_steps"] * recipe["sequence_length"]
+    assert (step, step * training["max_steps"]) == (trained["tokens_per_step"], trained["tokens"])
+    assert training["learning_rate"] == trained["learning_rate"]
 
 
 def test_sources_have_no_tests_and_no_copies_of_other_packages(tmp_path):
