@@ -99,4 +99,19 @@ __device__ __forceinline__ float scale_of(const float* scales, int neuron, int w
   return neuron < width ? scales[neuron] : 0.f;
 }
 
+// A lane's four sums of a product become gates, in order: of `neuron` and of the eighth behind it, `token` and the next.
+template <typename Half, typename Weight>
+__device__ __forceinline__ void activate(float4& v, const GateUpParams& p, int neuron, int token) {
+  const float low_bias = bias_of<Half>(p.b_gate, neuron, p.width);
+  const float high_bias = bias_of<Half>(p.b_gate, neuron + 8, p.width);
+  if constexpr (kScaled<Weight>) {
+    const float low = scale_of(p.s_gate, neuron, p.width), high = scale_of(p.s_gate, neuron + 8, p.width);
+    v.x *= low, v.y *= low, v.z *= high, v.w *= high;
+  }
+  v.x = activate(v.x, low_bias, neuron < p.width && token < p.tokens);
+  v.y = activate(v.y, low_bias, neuron < p.width && token + 1 < p.tokens);
+  v.z = activate(v.z, high_bias, neuron + 8 < p.width && token < p.tokens);
+  v.w = activate(v.w, high_bias, neuron + 8 < p.width && token + 1 < p.tokens);
+}
+
 }  // namespace twell::decoding

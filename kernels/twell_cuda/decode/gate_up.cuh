@@ -198,16 +198,7 @@ __global__ void __launch_bounds__(kDecodeThreads, resident_blocks(kTiles, kGroup
     const int tile = e / 32 / kGroups;
     const int neuron = first + tile * kBlockNeurons + lane / 4;
     const int token = e / 32 % kGroups * 8 + lane % 4 * 2;
-    const float low_bias = bias_of<Half>(p.b_gate, neuron, p.width);
-    const float high_bias = bias_of<Half>(p.b_gate, neuron + 8, p.width);
-    if constexpr (kScaled<Weight>) {
-      const float low = scale_of(p.s_gate, neuron, p.width), high = scale_of(p.s_gate, neuron + 8, p.width);
-      v.x *= low, v.y *= low, v.z *= high, v.w *= high;
-    }
-    v.x = activate(v.x, low_bias, neuron < p.width && token < p.tokens);
-    v.y = activate(v.y, low_bias, neuron < p.width && token + 1 < p.tokens);
-    v.z = activate(v.z, high_bias, neuron + 8 < p.width && token < p.tokens);
-    v.w = activate(v.w, high_bias, neuron + 8 < p.width && token + 1 < p.tokens);
+    activate<Half, Weight>(v, p, neuron, token);
     gate[e] = v;
     const uint32_t low = any_of_four(v.x != 0.f || v.y != 0.f);
     const uint32_t high = any_of_four(v.z != 0.f || v.w != 0.f);
