@@ -18,6 +18,7 @@ REPOSITORY, WITH_CUDA = Path(sys.prefix, "cpu-hub"), ROOT / "out" / "hub"
 kernels = pytest.importorskip("kernels")
 pytestmark = pytest.mark.slow
 on_cpu = pytest.mark.skipif(not REPOSITORY.exists(), reason="no kernel; `make environments` compiles it on x86-64")
+by_a_cpu_build = pytest.mark.skipif(torch.version.cuda is not None, reason="`kernels` loads that of PyTorch's build")
 has_cuda = torch.cuda.is_available() and list(WITH_CUDA.glob("build/*-cu*"))
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not has_cuda, reason="needs a GPU, and what `make hub-kernel` compiles")]
 can_load = is_kernels_available() and find_spec("torchvision")
@@ -34,7 +35,7 @@ print([event.count for event in profile.key_averages() if event.key.endswith("::
 @pytest.mark.parametrize(
     ("example", "repository"),
     [
-        pytest.param(0, REPOSITORY, marks=on_cpu, id="kernelize on a CPU"),
+        pytest.param(0, REPOSITORY, marks=[on_cpu, by_a_cpu_build], id="kernelize on a CPU"),
         pytest.param(0, WITH_CUDA, marks=on_gpu, id="kernelize on a GPU"),
         pytest.param(1, WITH_CUDA, marks=[*on_gpu, by_transformers], id="KernelConfig"),
     ],
@@ -65,6 +66,7 @@ def test_the_operator_is_that_of_the_package():
 
 
 @on_cpu
+@by_a_cpu_build
 def test_kernelize_takes_it_for_relu_blocks_and_leaves_others(monkeypatch):
     monkeypatch.setattr(LlamaMLP, "kernel_layer_name", "ReLUMLP", raising=False)
     monkeypatch.setattr(LlamaMLP, "kernel_condition", staticmethod(lambda module: True), raising=False)
