@@ -32,6 +32,8 @@ MANY_EXPERTS = "kernels/twell_cuda/bench/h200-experts-2026-12-01/rows.jsonl"
 TWO_TILES = "two tiles for groups of 16, 24 and 32"
 DENSER_EXPERTS = "kernels/twell_cuda/bench/h200-experts-2026-12-01/shapes.jsonl"
 OTHER_EXPERTS = "kernels/twell_cuda/bench/h200-experts-2026-11-29/shapes.jsonl"
+LONG_EXPERTS = "kernels/twell_cuda/bench/h200-experts-2026-12-01/many.jsonl"
+ALL_EXPERTS_IN_VLLM = "kernels/twell_cuda/bench/h200-experts-2026-12-01/vllm48.jsonl"
 EXPERTS_IN_VLLM = "kernels/twell_cuda/bench/h200-experts-2026-11-29/vllm.jsonl"
 EXPERTS = "kernels/twell_cpu/bench/xeon-experts-2026-11-28/bench.jsonl"
 SMOLLM2, STUDY = "model_cards/smollm2/pretrained.jsonl", "model_cards/study/study.jsonl"
@@ -118,6 +120,7 @@ GIVEN = {
     ),
     "docs/experts.md": (
         "--target-density 0.05",
+        "about 10 % of each expert's neurons",  # by construction
         "after a tenth of the steps",
         "differ by less than 2e-5",  # a test's bound
         "Transformers 5.17 to 5.23",
@@ -1223,6 +1226,15 @@ def experts() -> Entries:
     yield text, *(100 * of["density"] for of in dense), by_columns
     parts = {name: part["tokens"] for name, part in runs[0]["held_out"].items()}
     yield "books, textbooks and ({:.1f} %) stories", 100 * parts["tinystories"] / sum(parts.values())
+    longest = [row(LONG_EXPERTS, tokens=tokens) for tokens in (2048, 8192)]
+    yield (
+        "takes {:.2f} and {:.2f} times as long as the compiled",
+        *(of["sparse_ms"] / of["compiled_ms"] for of in longest),
+    )
+    yield "at {:,} and {:,} tokens of Qwen3-30B-A3B's layer", *(of["tokens"] for of in longest)
+    for batch in (1, 16, 64):
+        stock, ours = (row(ALL_EXPERTS_IN_VLLM, side=side, batch=batch)["step_us"] for side in ("dense", "sparse"))
+        yield "| {} | {:.2f} ms | {:.2f} ms | {:.2f}x |", batch, stock / 1000, ours / 1000, stock / ours
     dense, sparse = (row(EXPERTS_IN_VLLM, side=side) for side in ("dense", "sparse"))
     steps = [(dense[name], sparse[name], dense[name] / sparse[name]) for name in ("decode_1_us", "decode_16_us")]
     yield (
