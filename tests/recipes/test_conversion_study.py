@@ -97,6 +97,13 @@ def test_every_run_of_a_study_is_a_recipe(tmp_path, name):
     assert (natural["l1_weight"], natural["target_density"], natural["target_union"]) == (0, None, None)
 
 
+def test_lines_of_the_larger_coders_study_are_what_ran():
+    runs = yaml.safe_load((FOLDER / "qwen2.5-coder-1.5b.yaml").read_text())["runs"]
+    rows = (ROOT / "model_cards/qwen2.5-coder-1.5b/rows.jsonl").read_text().splitlines()
+    for row in map(json.loads, rows):
+        assert row["changes"] == runs[row["run"]], row["run"]
+
+
 def test_the_coders_recipe_is_the_row_that_kept_most_code():
     """But for text and what a GGUF file has besides, as its head says."""
     rows: dict[str, dict] = {}

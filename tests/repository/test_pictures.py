@@ -7,7 +7,16 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.paths import ROOT
-from tests.quoted_figures import LARGER_SPEED, QWEN_CPU, QWEN_LARGER, QWEN_OWN_TEXT, QWEN_SPEED, accuracies, qwen
+from tests.quoted_figures import (
+    LARGER_CPU,
+    LARGER_SPEED,
+    QWEN_CPU,
+    QWEN_LARGER,
+    QWEN_OWN_TEXT,
+    QWEN_SPEED,
+    accuracies,
+    qwen,
+)
 from tests.quoting import rows
 
 SIDES = {("circle", "c"): "parent", ("polyline", "c"): "llama.cpp"}
@@ -29,7 +38,6 @@ LARGER_SIDES = {
 }
 LARGER_RUNS = {"parent, fp8": "parent", "ten, kernels on": "ten"}
 LARGER_RUNS |= dict.fromkeys(("kernels off", "kernels on"), "union25-2e-4")
-LARGER_CPU = "model_cards/qwen2.5-coder-1.5b/speed_cpu.jsonl"
 CPU = {"CPU: one sequence, bfloat16": ("bfloat16", 64), "CPU: prompt of 1,024, float32": ("float32", 0)}
 
 
