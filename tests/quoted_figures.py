@@ -23,7 +23,7 @@ FP8, FP8_FEW, FP8_600 = (H200.format(f"fp8-{run}") for run in ("2026-11-26", "fe
 H100_FP8 = "kernels/twell_cuda/bench/h100-fp8-2026-11-26/bench.jsonl"
 CPU, CPU_INT8 = EPYC.format("2026-11-21"), EPYC.format("int8-2026-11-27")
 COLUMNS, STEADY = (f"kernels/twell_cuda/bench/h200-columns-2026-11-{day}/rows.jsonl" for day in (28, 30))
-RUNS = "kernels/twell_cuda/bench/h200-runs-2026-11-30/rows.jsonl"
+RUNS, WHOLE_BLOCKS = (f"kernels/twell_cuda/bench/h200-runs-2026-11-30/{name}.jsonl" for name in ("rows", "blocks"))
 CUDA_EXPERTS = "kernels/twell_cuda/bench/h200-experts-2026-11-28/rows.jsonl"
 MIXTURE = "model_cards/experts/rows.jsonl"
 LOADS = (("decode", 1), ("decode", 16), ("decode", 64), ("prefill", 8))  # of vLLM: sequences, or prompts of 2,048
@@ -658,6 +658,11 @@ def bench() -> Entries:
     ]
     (dense_more,) = {f"{value:.0f}" for value in longer[0]}
     yield "With `share` it takes {} % longer, and kernels {:.0f} to {:.0f} %:", dense_more, *span(longer[1])
+    active = {535: "9.5", 327: "5.8", 203: "3.6"}
+    wholes = rows(WHOLE_BLOCKS, took="kernels")
+    less = [1 - speedup(whole) / of_runs(active[whole["requested_l0"]], whole["tokens"]) for whole in wholes]
+    assert len(less) == 5
+    yield "with `share`, whole blocks reached {:.0f} to {:.0f} % less", *(100 * share for share in span(less))
     (plain,) = rows(UNIONS, took="plain matmuls")
     yield "At {:.2f} the block computed plain matmuls", speedup(plain)
     train, prefill = row(MAIN, bench="train", commit="ebf9822"), row(MAIN, bench="prefill")

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from hf_twell.convert.entry import mean_unions
 from hf_twell.measure.activity import RUNS
 
 
@@ -48,11 +49,6 @@ def measured_activity(path: str | Path, layers: Sequence[int] | None = None) -> 
         if not 0 <= layer < len(rows):
             raise ValueError(f"{file} has no layer {layer}; its layers are 0 to {len(rows) - 1}")
     return [Wanted(*rows[layer], f"{path.name}, layer {layer}") for layer in layers]
-
-
-def mean_unions(of_layers: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Of the unions of every layer, as a config's `twell` entry holds them, the mean layer's."""
-    return {run: round(statistics.fmean(shares), 6) for run, shares in of_layers.items()}
 
 
 def _layers(found: dict) -> list[tuple[float, dict[str, float]]]:

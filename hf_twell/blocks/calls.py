@@ -17,7 +17,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from hf_twell.blocks.architectures import FfnForm
 from hf_twell.blocks.layout import settle_down
 from hf_twell.blocks.operands import OWN_FORWARDS, Operands, first_of, quantizes_x
-from hf_twell.dispatch.activity import UNKNOWN, Activity, RecentInputs
+from hf_twell.dispatch.activity import UNKNOWN, Activity, RecentInputs, stored_activity
 from hf_twell.dispatch.choose import (
     Way,
     choice_for,
@@ -254,25 +254,22 @@ def store_density(
     config: "PreTrainedConfig | None" = None,
 ) -> None:
     """Tell sparse blocks the activity of every block of their model, which a compiled graph cannot sample: the density,
-    and the `unions` of "64" and "128" neighbouring tokens. None: it is not known (any more). A trace takes what
-    `choices_by_tokens` makes of it for constants. `config` is the model's, where its `twell` entry says the same."""
-    unknown = [None] * len(density or ())
-    of_64, of_128 = ((unions or {}).get(run, unknown) for run in ("64", "128"))
-    known = dict(enumerate(zip(density or (), of_64, of_128, strict=True)))
+    and the `unions` of neighbouring tokens. None: it is not known (any more). A trace takes what `choices_by_tokens`
+    makes of it for constants. `config` is the model's, where its `twell` entry says the same."""
+    known = dict(enumerate(stored_activity(density or (), unions)))
     settings, layers = [], []
     for ffn in ffns:
         ffn.twell.activity = known.get(ffn.twell.place)
         ffn.twell.choices = ffn.twell.choices_elsewhere = None
         ffn.twell.config = None if density is None else config
         if ffn.twell.activity is not None and isinstance(ffn.twell.form, FfnForm):
-            share, _, union = ffn.twell.activity
             down = getattr(ffn, ffn.twell.form.down)
             # Which 16 bits the block computes in makes no difference on a GPU, and may change after this.
             kind = getattr(down.weight, "qdata", down.weight).dtype
             weights = kind if kind in EIGHT_BIT else torch.bfloat16
             key = CallKey("cuda", HOPPER, torch.bfloat16, weights, 1, down.out_features, down.in_features)
             settings.append(ffn.twell)
-            layers.append((key, Activity(share, union=union)))
+            layers.append((key, ffn.twell.activity))
     elsewhere = [(key._replace(capability="8.0"), stored) for key, stored in layers]
     for each, here, others in zip(settings, *map(choices_by_tokens, (layers, elsewhere)), strict=True):
         each.choices, each.choices_elsewhere = here, others

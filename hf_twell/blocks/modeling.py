@@ -26,7 +26,7 @@ from hf_twell.blocks.operands import (
     quantized_parameters,
     reads_any_order,
 )
-from hf_twell.dispatch.activity import RecentInputs, RecentPairs
+from hf_twell.dispatch.activity import Activity, RecentInputs, RecentPairs
 from hf_twell.dispatch.training import TrainingChoice
 from hf_twell.ops import api, reference
 from hf_twell.ops.runs import Runs
@@ -62,9 +62,8 @@ class FfnSettings:
     """What `sparsify` decided for a block: its name in the model, its layer, its form and the backend asked for.
 
     `place` is its place among all of the model's blocks, and `part` what tells it from others of its layer, "experts"
-    say; None where no layer has two. `activity` is what the model's config says of it, if it does: the density, and the
-    share of neurons in the union of 64 and of 128 neighbouring tokens (None: not measured). `choices` is what that
-    means for compiled evaluation on a GPU of compute capability 9.0, and `choices_elsewhere` on others: see
+    say; None where no layer has two. `activity` is what the model's config says of it, if it does. `choices` is what
+    that means for compiled evaluation on a GPU of compute capability 9.0, and `choices_elsewhere` on others: see
     `hf_twell.blocks.calls.store_density`. `config` is the model's, while that says it: see
     `hf_twell.blocks.calls.drop_activity`.
     """
@@ -75,7 +74,7 @@ class FfnSettings:
     backend: str
     place: int = 0
     part: str | None = None
-    activity: tuple[float, float | None, float | None] | None = None
+    activity: Activity | None = None
     choices: dict[float, bool] | None = None
     choices_elsewhere: dict[float, bool] | None = None
     config: PreTrainedConfig | None = None

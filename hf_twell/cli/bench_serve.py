@@ -125,7 +125,7 @@ def _all_servers(args, common, prompts) -> Iterator[dict]:
 
 def _one_server(args, common, side, number: int, prompts, baseline: list[str]) -> Iterator[dict]:
     from hf_twell.bench.serve import compare_texts, in_bursts, measure, server_environment, write_texts
-    from hf_twell.bench.wanted import mean_unions
+    from hf_twell.convert.entry import mean_unions
 
     report, tell, server = common["report"], common["tell"], side.server
     loads = _loads(args, side.engine, server.context or common["config"].get("max_position_embeddings"))

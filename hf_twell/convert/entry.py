@@ -1,5 +1,6 @@
 """The `twell` entry of a model's config: what this package knows of a sparse model, and saves with it."""
 
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -79,9 +80,10 @@ def record_density(
     unions: Mapping[str, Sequence[float]] | None = None,
 ) -> None:
     """Keep each layer's measured density in a sparse model's config, and beside it the unions of so many neighbouring
-    tokens, {"16": ..., "64": ..., "128": ...}; None: it is not known (any more). An engine that must choose between
-    kernels and matmuls before it sees a token reads it there, and the model's sparse blocks, `ffns`, go by it where
-    they are compiled. The first of these that trains drops it again. A config without an entry gets none."""
+    tokens: {"16": ..., "64": ..., "128": ...}, or {"64": ...} after training with `share=64`; None: it is not known
+    (any more). An engine that must choose between kernels and matmuls before it sees a token reads it there, and the
+    model's sparse blocks, `ffns`, go by it where they are compiled. The first of these that trains drops it again. A
+    config without an entry gets none."""
     entry = getattr(config, "twell", None)
     if config is None or not isinstance(entry, dict):
         return
@@ -93,6 +95,11 @@ def record_density(
     if entry != config.twell:
         config.twell = entry
     store_density(ffns, entry.get("density"), entry.get("unions"), config)
+
+
+def mean_unions(of_layers: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Of the unions of every layer, as a config's `twell` entry holds them, the mean layer's."""
+    return {run: round(statistics.fmean(shares), 6) for run, shares in of_layers.items()}
 
 
 def _rounded(shares: Sequence[float]) -> list[float]:
@@ -109,7 +116,8 @@ def _check_activity(entry: dict, config: PreTrainedConfig) -> None:
         )
     length = len(density or ())
     if unions is not None and not (
-        isinstance(unions, dict) and all(_are_shares(of) and len(of) == length for of in unions.values())
+        isinstance(unions, dict)
+        and all(str(run).isdecimal() and _are_shares(of) and len(of) == length for run, of in unions.items())
     ):
         raise ValueError(
             f"the unions in the config's twell entry are {unions!r}; expected, for each number of neighbouring tokens, "

@@ -1,8 +1,8 @@
 """Tables of figures: in Markdown for cards and pages, in columns for a terminal."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-UNIONS = "union of 16 / 64 / 128 tokens"  # heads a column of `unions_cell`
+RUNS = ("16", "64", "128")  # neighbouring tokens whose union is measured
 
 
 def markdown_table(headers: Sequence[object], rows: Sequence[Sequence[object]]) -> str:
@@ -30,11 +30,19 @@ def percent(share: float) -> str:
     return f"{100 * share:.2f} %"
 
 
-def unions_cell(unions: Mapping[str, float | None] | None) -> str:
-    """The share of neurons active in at least one of 16, 64 and 128 neighbouring tokens; n/a where it is not known."""
-    shares = [(unions or {}).get(run) for run in ("16", "64", "128")]
+def unions_head(runs: Iterable[str] = RUNS) -> str:
+    """Heads a column of `unions_cell`."""
+    return f"union of {' / '.join(runs)} tokens"
+
+
+def unions_cell(unions: Mapping[str, float | None] | None, runs: Iterable[str] = RUNS) -> str:
+    """The share of neurons active in at least one of so many neighbouring tokens; n/a where it is not known."""
+    shares = [(unions or {}).get(run) for run in runs]
     told = " / ".join("n/a" if share is None else f"{100 * share:.1f}" for share in shares)
-    return "n/a" if shares == [None] * 3 else f"{told} %"
+    return "n/a" if set(shares) == {None} else f"{told} %"
+
+
+UNIONS = unions_head()
 
 
 def _cell(value: object) -> str:

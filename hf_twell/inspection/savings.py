@@ -13,10 +13,9 @@ from hf_twell.bench.environment import DTYPES, environment
 from hf_twell.bench.wanted import Wanted
 from hf_twell.blocks.architectures import activation_keys, dense_ffns
 from hf_twell.convert.sparsify import chosen_layers, sparsify, unpatch
-from hf_twell.dispatch.activity import Activity
+from hf_twell.dispatch.activity import Activity, union_of_neighbours
 from hf_twell.dispatch.choose import faster, max_density
 from hf_twell.dispatch.key import CallKey, device_class
-from hf_twell.dispatch.limits import limit
 from hf_twell.models.modes import evaluation_mode
 from hf_twell.ops import api
 
@@ -130,7 +129,7 @@ def _key(tokens: int, down: torch.Tensor) -> CallKey:
 
 def _paths(chosen: bool, layer: Mapping, keys: Mapping[str, CallKey]) -> dict[str, str]:
     """How a layer is computed, by pass."""
-    activity = Activity(layer["density"], union=layer.get("unions", {}).get(str(limit("kNeighbours"))))
+    activity = Activity(layer["density"], union=union_of_neighbours(layer["density"], layer.get("unions", {})))
     return {which: "sparse" if chosen and faster(key, activity) else "dense" for which, key in keys.items()}
 
 

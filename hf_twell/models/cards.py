@@ -13,9 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_twell.blocks import modeling_twell
 from hf_twell.blocks.architectures import ExpertsSite, block_places, find_ffns, loading_class
+from hf_twell.convert.entry import mean_unions
 from hf_twell.files.carried import carried_folder
 from hf_twell.files.configs import one_line_errors
-from hf_twell.files.tables import UNIONS, markdown_table, percent, unions_cell
+from hf_twell.files.tables import markdown_table, percent, unions_cell, unions_head
 from hf_twell.models.card_scores import Scores, evaluation_section, lost_writing
 from hf_twell.models.loading import without_weights
 from hf_twell.models.quantizing import CONFIGS
@@ -105,8 +106,9 @@ def model_card(
         facts |= _method(method)
     if density is not None:
         facts[f"density measured{earlier}"] = share = percent(density)
-        if sparsity and sparsity.get("unions"):
-            facts[f"{UNIONS}, measured{earlier}"] = unions_cell(sparsity["unions"])
+        stored = (config.get("twell") or {}).get("unions") or {}
+        if unions := sparsity.get("unions") if sparsity else mean_unions(stored):
+            facts[f"{unions_head(unions)}, measured{earlier}"] = unions_cell(unions, unions)
         active = f", so that {share} of a block's neurons {'were' if earlier else 'are'} active for a token{earlier}"
     facts |= _losses(measured or {}, _earlier(config))
     pressed = method and any(method.get(key) for key in ("l1_weight", "target_density", "target_union"))
@@ -340,16 +342,18 @@ def sparsity_section(sparsity: Mapping, layers: int | None, earlier: str = "") -
     measured = len({place.layer for place in places})
     if layers is not None and measured != layers:
         raise ValueError(f"the figures of sparsity are of {measured} layers, the model has {layers}; measure it again")
-    # Training counts no unions.
     known, about = all(row.get("unions") for row in (sparsity, *rows)), ""
+    runs = list(sparsity["unions"]) if known else []
     if known:
-        about = " The union of 64 tokens is the share of neurons that at least one of 64 neighbouring tokens activates."
+        run = runs[len(runs) // 2]
+        about = f" The union of {run} tokens is the share of neurons that at least one of {run} neighbouring tokens "
+        about += "activates."
     layers_table = markdown_table(
-        ["layer", "active neurons per token (L0)", "of", "density", *([UNIONS] if known else []), "dead"],
+        ["layer", "active neurons per token (L0)", "of", "density", *([unions_head(runs)] if known else []), "dead"],
         [
             [
                 *(name, f"{row['l0']:.1f}", row.get("intermediate_size", ""), percent(row["density"])),
-                *([unions_cell(row["unions"])] if known else []),
+                *([unions_cell(row["unions"], runs)] if known else []),
                 percent(row["dead"]),
             ]
             for name, row in (

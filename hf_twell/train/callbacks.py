@@ -66,9 +66,9 @@ class SparsityCallback(TrainerCallback):
     `twell/target` (the density or union that the controller steers to now), `twell/union_64` (the union, with
     `share=64`), `twell/revived`, `twell/kl` and `twell/layer_error`.
 
-    When training ends, the model's config gets each layer's density, smoothed over the last 2 % of the steps: engines
-    that choose kernels before they see a token go by it. It gets none where the term acts on some layers alone, or the
-    best checkpoint's weights are loaded.
+    When training ends, the model's config gets each layer's density, and with `share` the union of so many tokens, both
+    smoothed over the last 2 % of the steps: engines that choose kernels before they see a token go by them. It gets
+    none where the term acts on some layers alone, or the best checkpoint's weights are loaded.
 
     Its `CompleteCheckpoints` marks the trainer's checkpoints: `trainer.train(resume_from_checkpoint=True)` passes over
     those whose saving was interrupted.
@@ -164,6 +164,7 @@ class SparsityCallback(TrainerCallback):
         self.controller: DensityController | None = None  # made when a run begins, whose steps it needs
         self.revival: Revival | None = None
         self._density: torch.Tensor | None = None  # of each layer, smoothed
+        self._union: torch.Tensor | None = None  # the same of runs of `share` tokens
         self._revived = 0.0  # share of neurons, in the last step
         if revive_after is not None:
             sigma = getattr(trainer.model.config.get_text_config(), "initializer_range", 0.02)
@@ -237,7 +238,7 @@ class SparsityCallback(TrainerCallback):
     def _begin_run(self, step: int) -> None:
         resumed = self.checkpoints.resumed
         saved = read_state(resumed) if resumed else {}
-        self._told, self._begun, self._density = set(), step, None
+        self._told, self._begun, self._density, self._union = set(), step, None, None
         self.penalty.report()  # what a run that broke off left uncounted
         if self.parent_loss is None:
             self.parent_loss = saved.get("parent_loss")
@@ -281,20 +282,26 @@ class SparsityCallback(TrainerCallback):
         counts, step = self.penalty.end_step(), state.global_step
         if counts is None:
             return
-        density = counts.density()
+        density, union, valid = counts.density(), counts.union(), counts.l1().isfinite().all()
         if self.controller is not None:
-            measured = density if self.target == "target_density" else counts.union()
+            measured = density if self.target == "target_density" else union
             progress = self.progress(step + 1)
             self.penalty.layer_weights = self.controller.update(measured, counts.size(self.term), progress)
-        if self.controller is not None and self.target == "target_density":
-            self._density = self.controller.density
-        else:
-            before, valid = density if self._density is None else self._density, counts.l1().isfinite().all()
-            self._density = smoothed(before, density, state.max_steps, valid=valid)
+        self._density = self._smoothed("target_density", self._density, density, valid)
+        if union is not None:
+            self._union = self._smoothed("target_union", self._union, union, valid)
         if self.revival is not None:
             self.revival.count(counts.tokens, counts.active)
             revives = step < REVIVE_UNTIL * state.max_steps
             self._revived = self.revival.revive(self.trainer.optimizer, step) if revives else 0.0
+
+    def _smoothed(
+        self, target: str, before: torch.Tensor | None, share: torch.Tensor, valid: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Over the last steps; the controller has done so to what it steers by."""
+        if self.controller is not None and self.target == target:
+            return self.controller.density
+        return smoothed(share if before is None else before, share, self.trainer.state.max_steps, valid=valid)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -303,7 +310,8 @@ class SparsityCallback(TrainerCallback):
             warn_of_miss(self.controller, self.penalty.ffns, target=self.target)
         whole = (getattr(self.penalty.config, "twell", None) or {}).get("layers") is None
         if whole and steps_of(self.trainer) == state.global_step and self._density is not None:
-            record_density(self.penalty.config, self.penalty.ffns, self._density.tolist())
+            unions = None if self._union is None else {str(self.share): self._union.tolist()}
+            record_density(self.penalty.config, self.penalty.ffns, self._density.tolist(), unions)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if not args.should_save:

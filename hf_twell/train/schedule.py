@@ -39,12 +39,13 @@ def check_schedule(
             )
         if share is None:
             raise ValueError(f"target_union={target_union!r} is that of a run of tokens; say of how many: share=64")
-    target = target_density if target_union is None else target_union
+    name, target = ("target_density", target_density) if target_union is None else ("target_union", target_union)
     if (l1_weight is None) == (target is None):
-        given = f"target_density={target_density!r}" if target_union is None else f"target_union={target_union!r}"
+        both = f"l1_weight={l1_weight!r} and {name}={target!r}"
+        given = "no l1_weight, target_density or target_union" if target is None else both
         raise ValueError(
-            f"l1_weight={l1_weight!r} and {given}; give one of them: the coefficient "
-            "(0 measures only), or the share of active neurons that it shall lead to"
+            f"{given}; give one of them: the coefficient (0 measures only), or the share of active neurons that it "
+            "shall lead to"
         )
     if term not in TERMS:
         raise ValueError(f"term={term!r}; choose one of {', '.join(map(repr, TERMS))}")
@@ -57,7 +58,6 @@ def check_schedule(
         raise ValueError(f"warmup={warmup!r}; choose one of {', '.join(map(repr, WARMUPS))}")
     check_steps("warmup_steps", warmup_steps)
     if target is not None:
-        name = "target_density" if target_union is None else "target_union"
         check_target(target, layer_shares=layer_shares, l1_bounds=l1_bounds, name=name)
 
 

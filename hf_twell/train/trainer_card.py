@@ -25,8 +25,8 @@ def use_model_card(
 ) -> None:
     """Let `trainer.push_to_hub()` publish our model card in place of Trainer's; its figures as in `push_to_hub`.
 
-    Without `sparsity`, L0 of each layer is by the density that `SparsityCallback` stored in the model's config when
-    training ended, else what it logged last.
+    Without `sparsity`, L0 and, with `share`, the union of each layer are those that `SparsityCallback` stored in the
+    model's config when training ended, else what it logged last.
     """
     figures = {"base_model": base_model, "sparsity": sparsity, "scores": scores, "parent_scores": parent_scores}
     trainer.create_model_card = functools.partial(_write_card, trainer, figures)
@@ -61,23 +61,29 @@ def _logged_sparsity(trainer: Trainer, model: PreTrainedModel) -> dict | None:
     ffns = sparse_ffns(model)
     if row is None or len(ffns) != len(find_ffns(model)):
         return None
-    stored = (getattr(model.config, "twell", None) or {}).get("density") or []
+    entry = getattr(model.config, "twell", None) or {}
+    stored = entry.get("density") or []
     stored = stored if len(stored) == len(ffns) else [None] * len(ffns)
     layers = []
-    for ffn, density in zip(ffns, stored, strict=True):
+    for index, (ffn, density) in enumerate(zip(ffns, stored, strict=True)):
         prefix = layer_prefix(ffn)
         if f"{prefix}l0" not in row:
             return None
         figures = {key: row[prefix + key] for key in ("l0", "density", "dead")}
+        of_runs = f"{prefix}union_"
+        unions = {key.removeprefix(of_runs): share for key, share in row.items() if key.startswith(of_runs)}
         experts, width = ffn.sizes()
         if experts is not None:  # as measured: the neurons of a token's own
             width = round(figures["l0"] / figures["density"]) if figures["density"] else 0
         if density is not None:
             figures |= {"l0": density * width, "density": density}
-        layers.append({**figures, "name": ffn.twell.name, "intermediate_size": width})
+            unions = {run: shares[index] for run, shares in (entry.get("unions") or {}).items()}
+        layers.append({**figures, "unions": unions, "name": ffn.twell.name, "intermediate_size": width})
     over = f"the tokens of the last log (step {row['step']})"
     where = "Measured in training, over"
     if None not in stored:
-        where = "L0 by the density that `config.json` stores; dead neurons measured in training, over"
+        known = "L0 and unions by what" if entry.get("unions") else "L0 by the density that"
+        where = f"{known} `config.json` stores; dead neurons measured in training, over"
     mean = {key: sum(layer[key] for layer in layers) / len(layers) for key in ("l0", "density", "dead")}
-    return {**mean, "layers": layers, "where": f"{where} {over}."}
+    unions = {run: sum(layer["unions"][run] for layer in layers) / len(layers) for run in layers[0]["unions"]}
+    return {**mean, "unions": unions, "layers": layers, "where": f"{where} {over}."}

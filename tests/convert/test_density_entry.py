@@ -4,12 +4,12 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from hf_twell import L1Penalty, SparsityCallback, TwellLlamaForCausalLM, measure_sparsity, sparsify
 from hf_twell.blocks.modeling import sparse_ffns
 from hf_twell.convert.entry import check_entry
-from hf_twell.dispatch.activity import Activity
+from hf_twell.dispatch.activity import Activity, stored_activity
 from hf_twell.dispatch.choose import choices_by_tokens
 from hf_twell.dispatch.key import HOPPER, CallKey
 from hf_twell.models.adapters import RECORD, save_adapter
@@ -26,9 +26,17 @@ def known(model) -> dict[int, dict | None]:
     return {ffn.twell.layer: ffn.twell.choices for ffn in sparse_ffns(model)}
 
 
-def activity(model) -> list[tuple | None]:
-    """What each layer's sparse block knows: density, union of 64 and of 128."""
+def activity(model) -> list[Activity | None]:
+    """What each layer's sparse block knows: density and union of 128."""
     return [ffn.twell.activity for ffn in sparse_ffns(model)]
+
+
+def half_dead(**options) -> LlamaForCausalLM:
+    """A sparse model whose unions stay below 1."""
+    model = sparsify(tiny_llama(), **options)
+    for ffn in sparse_ffns(model):
+        ffn.gate_proj.weight.data[::2] = 0
+    return model
 
 
 def long_ids(length: int = 130) -> torch.Tensor:
@@ -57,7 +65,8 @@ def test_it_is_saved_with_unions_and_outlives_loading_and_another_choice_of_laye
     expected = {run: pytest.approx([layer["unions"][run] for layer in layers], abs=1e-6) for run in ("16", "64", "128")}
     entry = model.config.twell
     assert entry["unions"] == expected
-    of_layers = list(zip(entry["density"], entry["unions"]["64"], entry["unions"]["128"], strict=True))
+    pairs = zip(entry["density"], entry["unions"]["128"], strict=True)
+    of_layers = [Activity(density, union=union) for density, union in pairs]
     assert activity(model) == of_layers
     model.save_pretrained(tmp_path)
     loaded = sparsify(load.from_pretrained(tmp_path), layers=[1])
@@ -67,14 +76,15 @@ def test_it_is_saved_with_unions_and_outlives_loading_and_another_choice_of_laye
     assert check_entry(loaded.config) == loaded.config.twell
 
 
-def test_a_text_too_short_for_a_run_leaves_its_union_out():
-    model = sparsify(tiny_llama())
+def test_a_text_too_short_for_a_run_leaves_its_union_out_and_blocks_estimate_it():
+    model = half_dead()
     measure_sparsity(model, [long_ids(70)])
     assert list(model.config.twell["unions"]) == ["16", "64"]
-    assert all(of_64 > density and of_128 is None for density, of_64, of_128 in activity(model))
+    unions = model.config.twell["unions"]["64"]
+    assert all(each.union > of_64 > each.density for each, of_64 in zip(activity(model), unions, strict=True))
     measure_sparsity(model, [ids()[:1, :9]])
     assert "unions" not in model.config.twell, "they were of another text"
-    assert all(each[1:] == (None, None) for each in activity(model))
+    assert [each.union for each in activity(model)] == [None] * 3
 
 
 def test_an_entry_of_before_has_a_density_alone(tmp_path):
@@ -83,7 +93,7 @@ def test_an_entry_of_before_has_a_density_alone(tmp_path):
     model.save_pretrained(tmp_path)
     loaded = sparsify(AutoModelForCausalLM.from_pretrained(tmp_path))
     assert loaded.config.twell == {"version": 1, "layers": None, "density": [0.1, 0.2, 0.3]}
-    assert activity(loaded) == [(0.1, None, None), (0.2, None, None), (0.3, None, None)]
+    assert activity(loaded) == [Activity(0.1), Activity(0.2), Activity(0.3)]
 
 
 def test_a_dense_model_gets_none():
@@ -156,7 +166,9 @@ def test_one_that_cannot_be_true_is_refused(density):
         sparsify(model)
 
 
-@pytest.mark.parametrize("unions", [[0.1, 0.2, 0.3], {"64": 0.1}, {"64": [0.1, 0.2]}, {"64": [0.1, 0.2, 1.5]}])
+@pytest.mark.parametrize(
+    "unions", [[0.1, 0.2, 0.3], {"64": 0.1}, {"64": [0.1, 0.2]}, {"64": [0.1, 0.2, 1.5]}, {"few": [0.1] * 3}]
+)
 def test_unions_that_cannot_be_true_are_refused(unions):
     model = sparsify(tiny_llama())
     model.config.twell |= {"density": [0.1, 0.2, 0.3], "unions": unions}
@@ -170,19 +182,58 @@ def test_null_counts_as_not_measured():
     assert check_entry(config) == config.twell
 
 
+def trained(folder, layers=None, length=40, **term) -> Trainer:
+    """A trainer that has made four steps with these options of SparsityCallback, and saved its model."""
+    args = TrainingArguments(str(folder / "out"), max_steps=4, logging_steps=1, use_cpu=True, report_to=[])
+    rows = [{"input_ids": row, "labels": row} for row in long_ids(4 * length).view(4, length)]
+    trainer = Trainer(half_dead(layers=layers), args, train_dataset=rows)
+    trainer.add_callback(SparsityCallback(trainer, **term))
+    trainer.train()
+    trainer.save_model(folder / "saved")
+    return trainer
+
+
 @pytest.mark.parametrize("layers", [None, [0]])
 def test_training_stores_that_of_its_last_steps(layers, tmp_path):
     """With four steps, that of the last one; a few layers' would leave the others' unknown."""
-    model = sparsify(tiny_llama(), layers=layers)
-    args = TrainingArguments(str(tmp_path / "out"), max_steps=4, logging_steps=1, use_cpu=True, report_to=[])
-    trainer = Trainer(
-        model, args, train_dataset=[{"input_ids": row, "labels": row} for row in long_ids(160).view(4, 40)]
-    )
-    trainer.add_callback(SparsityCallback(trainer, l1_weight=1.0))
-    trainer.train()
-    trainer.save_model(tmp_path / "saved")
+    trainer = trained(tmp_path, layers, l1_weight=1.0)
     entry = json.loads((tmp_path / "saved" / "config.json").read_text())["twell"]
     row = next(row for row in trainer.state.log_history if row["step"] == 4)
     logged = [row[f"twell/layer_{layer:02d}/density"] for layer in layers or range(3)]
     assert entry.get("density") == (None if layers else pytest.approx(logged, abs=1e-6))
     assert ("density measured" in folder_card(tmp_path / "saved", "me/x")) == (layers is None)
+
+
+TARGETS = [{"target_density": 0.2}, {"target_union": 0.6}]
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: next(iter(target)))
+def test_training_with_share_stores_the_union_of_so_many_tokens_too(target, tmp_path):
+    """In the config, for the choice, in both cards and after loading; until it is measured."""
+    trainer = trained(tmp_path, length=160, term="count", share=64, warmup_steps=0, **target)
+    entry = json.loads((tmp_path / "saved" / "config.json").read_text())["twell"]
+    row = next(row for row in trainer.state.log_history if row["step"] == 4)
+    logged = [row[f"twell/layer_{layer:02d}/union_64"] for layer in range(3)]
+    assert entry["unions"] == {"64": pytest.approx(logged, abs=1e-6)}
+    expected = stored_activity(entry["density"], entry["unions"])
+    assert all(known.union > of_64 for known, of_64 in zip(expected, entry["unions"]["64"], strict=True))
+    loaded = sparsify(AutoModelForCausalLM.from_pretrained(tmp_path / "saved"))
+    for model in (trainer.model, loaded):
+        assert (activity(model), model.config.twell) == (expected, entry)
+    trainer.create_model_card(model_name="me/x")
+    cells = [f"{100 * union:.1f} %" for union in [*entry["unions"]["64"], sum(entry["unions"]["64"]) / 3]]
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "| layer | active neurons per token (L0) | of | density | union of 64 tokens | dead |" in card
+    assert [line.split(" | ")[4] for line in card.partition("## Sparsity")[2].splitlines()[6:10]] == cells
+    for page in (card, folder_card(tmp_path / "saved", "me/x")):
+        assert f"| union of 64 tokens, measured | {cells[-1]} |" in page
+    measure_sparsity(loaded, [long_ids()])
+    assert list(loaded.config.twell["unions"]) == ["16", "64", "128"]
+    assert loaded.config.twell["unions"]["64"] != entry["unions"]["64"]
+
+
+def test_a_run_of_another_length_has_its_own_name_and_training_without_share_no_union(tmp_path):
+    entry = trained(tmp_path / "few", term="count", share=20, target_density=0.2).model.config.twell
+    assert list(entry["unions"]) == ["20"]
+    assert "union of 20 tokens" in folder_card(tmp_path / "few" / "saved", "me/x")
+    assert "unions" not in trained(tmp_path / "none", term="count", target_density=0.2).model.config.twell

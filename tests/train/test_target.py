@@ -333,8 +333,9 @@ def test_steps_of_a_warm_up(tmp_path):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({}, "give one of them"),
-        ({"l1_weight": 1.0, "target_density": 0.1}, "give one of them"),
+        ({}, "no l1_weight, target_density or target_union; give one of them"),
+        ({"term": "count", "share": 8}, "no l1_weight, target_density or target_union; give one of them"),
+        ({"l1_weight": 1.0, "target_density": 0.1}, "l1_weight=1.0 and target_density=0.1; give one of them"),
         ({"target_density": 1.5}, "between 0 and 1"),
         ({"target_density": 1}, "between 0 and 1"),
         ({"target_density": 0.1, "layer_shares": "some"}, "'equal', 'free'"),

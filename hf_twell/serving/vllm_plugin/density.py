@@ -2,8 +2,7 @@
 
 import numbers
 
-from hf_twell.dispatch.activity import Activity
-from hf_twell.dispatch.limits import limit
+from hf_twell.dispatch.activity import Activity, stored_activity
 
 
 def known_settings(additional_config: object) -> dict:
@@ -41,13 +40,13 @@ def known_densities(additional_config: object, entry: dict, layers: int) -> tupl
 
 
 def known_activity(additional_config: object, entry: dict, layers: int) -> tuple[list[Activity] | None, str]:
-    """`known_densities`, and where they are the checkpoint's the unions that it has beside them."""
+    """`known_densities`, and where they are the checkpoint's the unions that it has beside them: those belong to its
+    density, and would decide in place of one that is given."""
     densities, source = known_densities(additional_config, entry, layers)
     if densities is None:
         return None, source
     given = known_settings(additional_config).get("density") is not None
-    unions = [None] * layers if given else (entry.get("unions") or {}).get(str(limit("kNeighbours")), [None] * layers)
-    return [Activity(density, union=union) for density, union in zip(densities, unions, strict=True)], source
+    return stored_activity(densities, None if given else entry.get("unions")), source
 
 
 def _is_share(value) -> bool:
