@@ -586,10 +586,10 @@ def readme() -> Entries:
     yield "from a loss of {:.2f} on WikiText-2 to {:.2f}", snippet["dense"]["wikitext"], snippet["after"]["wikitext"]
 
 
-def training_unions() -> list[float]:
+def training_unions(with_runs: bool = False) -> list[float]:
     """Each limit in percent, and the tokens from which it holds."""
     table = pairwise(limit("kCudaTrainingUnionLimits"))
-    return [value for (below, *_), (_, most, _) in table for value in (100 * most, below + 1)]
+    return [value for (below, *_), row in table for value in (100 * row[3 if with_runs else 1], below + 1)]
 
 
 def of_columns(activity: str, tokens: int) -> tuple[dict, float]:
@@ -642,16 +642,20 @@ def bench() -> Entries:
     for activity in ("9.5", "5.8", "3.6"):
         (many, times), (some, few) = (of_columns(activity, tokens) for tokens in (16_384, 4096))
         sharing = [of_runs(activity, tokens) for tokens in (16_384, 4096)]
-        gains = [times, sharing[0]] if few < 1 else [times, few, *sharing]
+        gains = [times, *sharing] if few < 1 else [times, few, *sharing]
         of_few = NONE if few < 1 else "{:.2f}"
-        cells = ["{:.1f} %", "{:.0f} / {:.0f} / {:.0f} %", *["{:.2f}", of_few] * 2]
+        cells = ["{:.1f} %", "{:.0f} / {:.0f} / {:.0f} %", "{:.2f}", of_few, "{:.2f}", "{:.2f}"]
         yield (
             f"| {' | '.join(cells)} |",
             *(100 * share for share in (many["density"], *many["unions"].values())),
             *gains,
         )
         if few < 1:
-            yield "At {:,} tokens and {:.1f} % that is plain matmuls", some["tokens"], 100 * some["density"]
+            yield (
+                "Without `share`, at {:,} tokens and {:.1f} %, that is plain matmuls",
+                some["tokens"],
+                100 * some["density"],
+            )
     longer = [
         [100 * (each["ms"][f"{name}_runs"] / each["ms"][name] - 1) for each in rows(RUNS)]
         for name in ("compiled", "columns")
@@ -758,6 +762,7 @@ def backends() -> Entries:
     training = [100 * most for _, most in limit("kCudaTrainingLimits")[1:]]
     yield "{:.1f} % up to 2,048; {:.1f} % up to 8,192; {:.1f} % above", *training
     yield "a union of {:.0f} % from {:,} tokens on, {:.0f} % from {:,}, {:.0f} % from {:,}", *training_unions()
+    yield "with `share` by the union alone, up to {:.0f}, {:.0f} and {:.0f} %", *training_unions(with_runs=True)[::2]
     (few, most_few), (many, most_many), _ = limit("kCudaExpertLimits")
     text = "9.0: {:.0f} % up to {} tokens an expert on average, {:.0f} % up to {}, and {:,} pairs"
     yield text, 100 * most_few, few, 100 * most_many, many, limit("kCudaExpertPairs")
@@ -1003,6 +1008,7 @@ def training() -> Entries:
     limits = [100 * most for _, most in limit("kCudaTrainingLimits")[1:]]
     yield "{:.1f} % active up to 2,048, {:.1f} % up to 8,192, {:.1f} % for more", *limits
     yield "union of {:.0f} % from {:,} tokens on, {:.0f} % from {:,} and {:.0f} % from {:,}", *training_unions()
+    yield "the union alone decides: up to {:.0f}, {:.0f} and {:.0f} %", *training_unions(with_runs=True)[::2]
     peaks = row(RUNS, activity="5.8", tokens=16_384)["held_and_peak_mib"]
     (held, peak), (dense_held, dense_peak) = peaks["columns"], peaks["compiled"]
     text = "hold {:.0f} MiB, compiled dense {:.0f}, and peak at {:,.0f} MiB, compiled dense at {:.0f}."

@@ -135,7 +135,7 @@ def columns_pay(key: CallKey, activity: Activity) -> bool:
     """
     if not _trains_by_union(key, activity):
         return False
-    _, _, pairs = _row("kCudaTrainingUnionLimits", key.tokens)
+    _, _, pairs, _ = _row("kCudaTrainingUnionLimits", key.tokens)
     return activity.union <= pairs + limit("kCudaColumnsDensity") * activity.density
 
 
@@ -143,7 +143,8 @@ def _trains_by_union(key: CallKey, activity: Activity) -> bool:
     """Whether neighbours share so much that training by columns is faster than plain matmuls, whatever pairs are."""
     if key.device != "cuda" or not key.training or activity.union is None or activity.density is None:
         return False
-    _, most, _ = _row("kCudaTrainingUnionLimits", key.tokens)
+    _, without_runs, _, with_runs = _row("kCudaTrainingUnionLimits", key.tokens)
+    most = with_runs if key.runs else without_runs
     return activity.union <= most * (limit("kCudaTrainingBack") if activity.on_kernels else 1.0)
 
 

@@ -169,16 +169,17 @@ constexpr DensityLimit kCudaTrainingLimits[] = {
 };
 // The same by the union (as above), up to which kernels that keep columns are faster than plain matmuls, as they cost
 // what the union says. Kernels that keep pairs are faster still where the union is above `pairs` plus so many times the
-// density. One H200, D = 2048, F = 5632, 4,096 and 16,384 tokens; from 8,192 to 16,383 it is interpolated.
+// density. `with_runs` is the limit in place of `most` where the count term counts runs, too, which takes plain matmuls
+// longer. One H200, D = 2048, F = 5632, 4,096 and 16,384 tokens; from 8,192 to 16,383 it is interpolated.
 struct UnionLimit {
   int64_t tokens;
-  double most, pairs;
+  double most, pairs, with_runs;
 };
 constexpr UnionLimit kCudaTrainingUnionLimits[] = {
-    {4095, 0.0, 0.0},
-    {8191, 0.39, -0.68},
-    {16383, 0.47, -0.45},
-    {kMany, 0.54, -0.29},
+    {4095, 0.0, 0.0, 0.0},
+    {8191, 0.39, -0.68, 0.48},
+    {16383, 0.47, -0.45, 0.55},
+    {kMany, 0.54, -0.29, 0.62},
 };
 constexpr double kCudaColumnsDensity = 19.4;
 // Compiled models know no union but that of runs that count, which is near that of kNeighbours tokens where they have so

@@ -171,7 +171,7 @@ def test_copies_and_pickles_start_anew():
 def test_blocks_whose_neighbours_share_train_by_columns(monkeypatch, union, kinds, by_columns, dense, runs):
     """Up to a union; and by pairs, also above the limit of density, where these are faster than columns. Where runs
     count, no capacity chooses between the two: see `test_where_runs_count_a_gpu_keeps_columns_whatever_is_asked`."""
-    numbers = {"kCudaTrainingUnionLimits": ((math.inf, 0.4, 0.1),), "kCudaColumnsDensity": 8.0}
+    numbers = {"kCudaTrainingUnionLimits": ((math.inf, 0.4, 0.1, 0.4),), "kCudaColumnsDensity": 8.0}
     for name, number in numbers.items():
         monkeypatch.setitem(limits.read(), name, number)
     run, neurons = Run(), torch.arange(INTERMEDIATE)[:, None]
@@ -406,7 +406,7 @@ def test_compiled_blocks_at_the_limit_go_to_the_kernels_as_others_do(monkeypatch
 
 
 def test_compiled_blocks_whose_runs_count_follow_the_mean_of_their_unions(monkeypatch):
-    monkeypatch.setitem(limits.read(), "kCudaTrainingUnionLimits", ((8, 0.0, 0.0), (math.inf, 0.4, 0.1)))
+    monkeypatch.setitem(limits.read(), "kCudaTrainingUnionLimits", ((8, 0.0, 0.0, 0.0), (math.inf, 0.4, 0.1, 0.4)))
     run, dense = Together(), (0.1, 0.1)
     assert run.steps(0.001, 0.001, unions=(0.3, 0.6)) == (False, False)
     assert run.steps(*dense, unions=(0.3, 0.45)) == (True, True)
@@ -574,7 +574,7 @@ def test_a_hand_written_loop_follows_too_and_layers_compiled_one_by_one(monkeypa
 @pytest.mark.parametrize("least_run", [8, 9])
 def test_a_compiled_model_whose_runs_count_moves_over(monkeypatch, least_run):
     """By the union that its steps count, where runs are long; and the step's gradient is the same either way."""
-    monkeypatch.setitem(limits.read(), "kCudaTrainingUnionLimits", ((math.inf, 0.4, 0.1),))
+    monkeypatch.setitem(limits.read(), "kCudaTrainingUnionLimits", ((math.inf, 0.4, 0.1, 0.4),))
     monkeypatch.setitem(limits.read(), "kCudaTrainingLeastRun", least_run)
     model, batch = patched_model(), {"input_ids": torch.arange(64).view(4, 16)}
     torch._dynamo.reset()

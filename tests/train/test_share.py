@@ -199,7 +199,7 @@ def test_kernels_train_on_a_gpu(setting):
 @pytest.mark.skipif(bool(_no_hopper()), reason=_no_hopper())
 @pytest.mark.parametrize("compiled", [False, True])
 def test_blocks_on_a_gpu_move_over_by_their_union(monkeypatch, compiled):
-    monkeypatch.setitem(limits.read(), "kCudaTrainingUnionLimits", ((math.inf, 0.9, 0.0),))
+    monkeypatch.setitem(limits.read(), "kCudaTrainingUnionLimits", ((math.inf, 0.9, 0.0, 0.9),))
     monkeypatch.setitem(limits.read(), "kCudaTrainingLeastRun", SHARE)
     batches, model = gpu_batches(8), on_gpu("auto")  # 248 tokens, so that a sample has neighbours
     expected, _ = step(on_gpu("reference", torch.float32), batches)
