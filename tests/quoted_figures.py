@@ -575,8 +575,10 @@ def readme() -> Entries:
     half, twentieth = (block(CPU, 1, l0, dtype="bfloat16") for l0 in (2816, 300))
     text = "any: {:.2f} at {:.0f} %, {:.2f} at {:.1f} %."
     yield text, *(value for one in (half, twentieth) for value in (speedup(one), density(one)))
-    (gain,) = larger_qwen_generates("five")
-    yield "whole 1.5B at {:.0f} %: {:.2f} |", 100 * one["training"]["density"], gain
+    runs = "five", "ten"
+    shares = (100 * qwen(run, QWEN_LARGER)["training"]["density"] for run in runs)
+    gains = span([gain for run in runs for gain in larger_qwen_generates(run)])
+    yield "whole 1.5B at {:.0f} to {:.0f} %: {:.1f} to {:.1f} |", *shares, *gains
     four_bits = statistics.mean(each["tokens_per_s"] for each in rows(QWEN_CPU, bench="llama-bench", prompt_tokens=0))
     sparse = row(QWEN_CPU, bench="generate", dtype="bfloat16")["sparse_tokens_per_s"]
     yield "Qwen-Coder-0.5B's is {:.1f} times as fast", four_bits / sparse

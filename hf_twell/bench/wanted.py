@@ -39,7 +39,7 @@ def measured_activity(path: str | Path, layers: Sequence[int] | None = None) -> 
     if not rows or not all(unions for _, unions in rows):
         raise ValueError(
             f"{file} holds no density and unions of layers; give figures of `hf-twell inspect --output`, or a sparse "
-            "model that was measured (`hf-twell sparsify MODEL OUT --text FILE`)"
+            "model that was measured (`hf-twell sparsify MODEL OUT --text FILE`): of 16, 64 or 128 neighbouring tokens"
         )
     if layers is None:
         density = statistics.fmean(density for density, _ in rows)

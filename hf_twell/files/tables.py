@@ -39,7 +39,7 @@ def unions_cell(unions: Mapping[str, float | None] | None, runs: Iterable[str] =
     """The share of neurons active in at least one of so many neighbouring tokens; n/a where it is not known."""
     shares = [(unions or {}).get(run) for run in runs]
     told = " / ".join("n/a" if share is None else f"{100 * share:.1f}" for share in shares)
-    return "n/a" if set(shares) == {None} else f"{told} %"
+    return "n/a" if not any(share is not None for share in shares) else f"{told} %"
 
 
 UNIONS = unions_head()

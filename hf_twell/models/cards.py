@@ -108,7 +108,8 @@ def model_card(
         facts[f"density measured{earlier}"] = share = percent(density)
         stored = (config.get("twell") or {}).get("unions") or {}
         if unions := sparsity.get("unions") if sparsity else mean_unions(stored):
-            facts[f"{unions_head(unions)}, measured{earlier}"] = unions_cell(unions, unions)
+            runs = sorted(unions, key=int)
+            facts[f"{unions_head(runs)}, measured{earlier}"] = unions_cell(unions, runs)
         active = f", so that {share} of a block's neurons {'were' if earlier else 'are'} active for a token{earlier}"
     facts |= _losses(measured or {}, _earlier(config))
     pressed = method and any(method.get(key) for key in ("l1_weight", "target_density", "target_union"))
@@ -343,7 +344,7 @@ def sparsity_section(sparsity: Mapping, layers: int | None, earlier: str = "") -
     if layers is not None and measured != layers:
         raise ValueError(f"the figures of sparsity are of {measured} layers, the model has {layers}; measure it again")
     known, about = all(row.get("unions") for row in (sparsity, *rows)), ""
-    runs = list(sparsity["unions"]) if known else []
+    runs = sorted(sparsity["unions"], key=int) if known else []
     if known:
         run = runs[len(runs) // 2]
         about = f" The union of {run} tokens is the share of neurons that at least one of {run} neighbouring tokens "

@@ -93,6 +93,8 @@ def five_steps(
             about_rate = f"training has no learning_rate; this run takes {proposed.rate:g}, proposed {proposed.why}"
         else:
             about_rate = rate_warning(args.learning_rate, proposed, "training.learning_rate")
+    elif not resume and recipe.training.get("learning_rate") is None:
+        about_rate = f"training has no learning_rate, so it is {args.learning_rate:g}; none is proposed for such a run"
 
     # 2. Text, packed into sequences of one length.
     tokenizer = load_tokenizer(recipe.model)

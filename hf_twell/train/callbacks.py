@@ -169,8 +169,10 @@ class SparsityCallback(TrainerCallback):
         if revive_after is not None:
             sigma = getattr(trainer.model.config.get_text_config(), "initializer_range", 0.02)
             self.revival = Revival(self.penalty.ffns, revive_after, sigma=sigma, seed=trainer.args.seed)
-        # Until it is told, once. An optimizer that the user made has a rate of its own.
-        self.proposal = proposal(trainer.model, trainer.args.optim) if trainer.optimizer is None else None
+        # Until it is told, once. An optimizer that the user made, or how to make it, has rates of its own.
+        own = trainer.optimizer or trainer.optimizer_cls_and_kwargs
+        own = own or type(trainer).create_optimizer is not Trainer.create_optimizer
+        self.proposal = None if own else proposal(trainer.model, trainer.args.optim)
         self._told: set = set()
         self._term = contextlib.ExitStack()  # what a micro-batch switches on
         wrap(trainer, self, ["get_batch_samples"])

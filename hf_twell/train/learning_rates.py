@@ -6,10 +6,11 @@ from typing import NamedTuple
 
 from torch import nn
 
-from hf_twell.blocks.architectures import find_ffns
+from hf_twell.blocks.architectures import ExpertsSite, find_ffns
 
-# Of conversions whose embeddings and norms were frozen, by AdamW: parameters, and the learning rate at which the least
-# loss was added (model_cards/smollm2, model_cards/qwen2.5-coder-0.5b and model_cards/qwen2.5-coder-1.5b).
+# Of conversions whose embeddings and norms were frozen, by AdamW: parameters, and of the learning rates that were tried
+# the one at which the least loss was added (model_cards/smollm2, model_cards/qwen2.5-coder-0.5b and
+# model_cards/qwen2.5-coder-1.5b). Of both Coders it is the lowest that was tried.
 MEASURED = {
     "SmolLM2-135M": (135e6, 1.5e-3),
     "Qwen2.5-Coder-0.5B": (494e6, 1.5e-4),
@@ -23,21 +24,23 @@ TOO_HIGH, TOO_LOW = 2, 1 / 4  # times the proposal; judgement: twice the 0.5B's 
 class Proposal(NamedTuple):
     rate: float
     why: str  # in words
+    larger: bool  # than all measured models
 
 
 def proposal(model: nn.Module, optim: str) -> Proposal | None:
     """Interpolated between the measured models, log(rate) in log(parameters); beyond them that of the nearest.
 
-    None where other rates hold, which were not measured: small models, those without a causal loss, adapters (LoRA),
-    blocks that are not trained, and optimizers (of TrainingArguments' `optim`) other than AdamW.
+    None where other rates hold, which were not measured: small models, mixtures of experts, those without a causal
+    loss, adapters (LoRA), blocks that are not trained, and optimizers (of TrainingArguments' `optim`) other than AdamW.
     """
-    parameters = sum(weight.numel() for weight in model.parameters())
+    parameters, sites = sum(weight.numel() for weight in model.parameters()), find_ffns(model)
     if (
         parameters < SMALLEST_PRETRAINED
-        or getattr(model, "loss_type", None) != "ForCausalLM"
+        or any(isinstance(site, ExpertsSite) for site in sites)
+        or getattr(model, "loss_type", None) not in ("ForCausalLM", "ForConditionalGeneration")
         or hasattr(model, "peft_config")
         or not optim.startswith(("adamw", "paged_adamw"))
-        or not all(weight.requires_grad for site in find_ffns(model) for weight in site.module.parameters())
+        or not all(weight.requires_grad for site in sites for weight in site.module.parameters())
     ):
         return None
     return proposed(parameters)
@@ -55,12 +58,14 @@ def proposed(parameters: float) -> Proposal:
     size = f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.0f}M"
     least = ", ".join(f"{name} at {best:g}" for name, (_, best) in MEASURED.items())
     how = "a guess beyond the measured sizes" if is_guess else "by measured models"
-    return Proposal(float(f"{rate:.2g}"), f"for {size} parameters, {how} (least was lost by {least})")
+    why = f"for {size} parameters, {how} (of the rates tried least was lost by {least})"
+    return Proposal(float(f"{rate:.2g}"), why, parameters > largest * ALIKE)
 
 
 def rate_warning(rate: float, proposal: Proposal, name: str) -> str | None:
-    """What to say of a learning rate; `name` is how the user writes it. None if it is near the proposal."""
-    if TOO_LOW * proposal.rate <= rate <= TOO_HIGH * proposal.rate:
+    """What to say of a learning rate; `name` is how the user writes it. None if it is near the proposal, or lower for a
+    model larger than the measured ones: they want lower rates, nobody measured how much."""
+    if rate <= TOO_HIGH * proposal.rate and (rate >= TOO_LOW * proposal.rate or proposal.larger):
         return None
     harm = "may ruin the model" if rate > proposal.rate else "is so low that the run may hardly learn"
     ruined = "; four times its rate ruined Qwen2.5-Coder-0.5B" if rate > proposal.rate else ""

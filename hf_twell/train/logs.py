@@ -164,7 +164,7 @@ def warn_of_loss(
     if signs:
         changes = [
             "more steps",
-            f"another learning rate than {trainer.args.learning_rate:g} (larger models want a smaller one)",
+            f"another learning rate than {trainer.args.learning_rate:g}",
         ]
         changes += ["layer_shares='free'"] if target is not None and layer_shares == "equal" else []
         changes += ["a lower l1_weight" if target is None else f"a higher {target}"]

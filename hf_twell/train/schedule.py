@@ -38,7 +38,9 @@ def check_schedule(
                 "neurons that are active for a token, or in a run of tokens"
             )
         if share is None:
-            raise ValueError(f"target_union={target_union!r} is that of a run of tokens; say of how many: share=64")
+            raise ValueError(
+                f"target_union={target_union!r} is that of a run of tokens; say of how many: share=64, term='count'"
+            )
     name, target = ("target_density", target_density) if target_union is None else ("target_union", target_union)
     if (l1_weight is None) == (target is None):
         both = f"l1_weight={l1_weight!r} and {name}={target!r}"

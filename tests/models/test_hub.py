@@ -490,6 +490,12 @@ def test_the_card_tells_unions_beside_the_density():
     assert "| union of 16 / 64 / 128 tokens, measured | 5.0 / 10.1 / n/a % |" in card
     assert "| 1 | 13.5 | 1000 | 1.25 % | 4.0 / 11.0 / n/a % | 10.00 % |" in card
     assert "| mean | 14.0 |  | 1.40 % | 5.0 / 10.1 / n/a % | 10.00 % |" in card
+    for row in (sparsity, *sparsity["layers"]):  # as JSON with sorted keys has them
+        row["unions"] = dict(sorted(row["unions"].items()))
+    assert cards.model_card("me/model", config, sparsity=sparsity) == card
+    stored = {"density": [0.0125, 0.0155], "unions": {"128": [0.2, 0.3], "16": [0.04, 0.06], "64": [0.1, 0.11]}}
+    card = cards.model_card("me/model", config | {"twell": stored})
+    assert "| union of 16 / 64 / 128 tokens, measured | 5.0 / 10.5 / 25.0 % |" in card
 
 
 def test_the_card_warns_of_engines_that_assume_silu():

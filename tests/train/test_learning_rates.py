@@ -5,7 +5,7 @@ import statistics
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from hf_twell import SparsityCallback, sparsify
 from hf_twell.recipe.yaml12 import read_yaml
@@ -66,7 +66,9 @@ def llama(**settings) -> LlamaForCausalLM:
 def test_for_whom_a_rate_is_proposed():
     model = llama()
     why = proposal(model, "adamw_torch_fused").why
-    assert why.startswith("for 454M parameters, by measured models (least was lost by SmolLM2-135M at 0.0015, Qwen")
+    assert why.startswith(
+        "for 454M parameters, by measured models (of the rates tried least was lost by SmolLM2-135M at"
+    )
     assert proposal(model, "sgd") is None
     assert proposal(llama(num_hidden_layers=1, vocab_size=99), "adamw_torch") is None
     model.requires_grad_(False)
@@ -75,6 +77,9 @@ def test_for_whom_a_rate_is_proposed():
     assert proposal(model, "adamw_torch") is not None
     model.model.layers[3].mlp.requires_grad_(False)
     assert proposal(model, "adamw_torch") is None
+    with torch.device("meta"):
+        mixture = MixtralForCausalLM(MixtralConfig(hidden_size=512, intermediate_size=2048, num_hidden_layers=8))
+    assert proposal(mixture, "adamw_torch") is None
     peft = pytest.importorskip("peft")
     assert proposal(peft.get_peft_model(llama(), peft.LoraConfig(r=2)), "adamw_torch") is None
 
@@ -83,6 +88,11 @@ def test_for_whom_a_rate_is_proposed():
 def test_a_rate_over_twice_or_under_a_quarter_of_the_proposed_one_is_told(rate, says):
     warning = rate_warning(rate, proposed(494e6), "learning_rate")
     assert (warning is None) if says is None else (says in warning and "write learning_rate=0.00015, or" in warning)
+
+
+def test_of_models_larger_than_the_measured_ones_no_rate_is_too_low():
+    assert rate_warning(1e-6, proposed(8e9), "learning_rate") is None
+    assert "may ruin" in rate_warning(3e-4, proposed(8e9), "learning_rate")
 
 
 def run(folder, caplog, rate=1e-2, parent_loss=2.0, l1_weight=1e-5, model=None, **options) -> list[str]:
@@ -104,6 +114,17 @@ def test_the_callback_tells_once_of_a_rate_far_from_the_proposed_one(tmp_path, c
     assert line.startswith("learning_rate 0.0001 is so low that the run may hardly learn: 0.0015 is proposed")
     assert not run(tmp_path, caplog, rate=1e-3)
     assert not run(tmp_path, caplog, optim="sgd")
+
+
+def test_an_optimizer_of_the_users_has_rates_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(learning_rates, "SMALLEST_PRETRAINED", 0)
+    trainer = make_trainer(tmp_path, model=sparsify(tiny_llama()))
+    assert SparsityCallback(trainer, 1e-5).proposal is not None
+    trainer.optimizer_cls_and_kwargs = (torch.optim.SGD, {"lr": 1.0})
+    assert SparsityCallback(trainer, 1e-5).proposal is None
+    trainer.optimizer_cls_and_kwargs = None
+    trainer.__class__ = type("Own", (type(trainer),), {"create_optimizer": lambda self: None})
+    assert SparsityCallback(trainer, 1e-5).proposal is None
 
 
 def test_the_callback_says_nothing_of_a_model_that_is_untrained_or_was_sparse_before(tmp_path, caplog, monkeypatch):
