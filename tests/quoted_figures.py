@@ -201,7 +201,7 @@ GIVEN = {
         "They ran at 10 % active neurons",
         "Half of it is books and textbooks, half the parent's own",
         "lowest at 1.5e-3 to 3e-3, and Trainer's default (5e-5)",
-        "1.5e-4 lost least, 3e-4 more, and 6e-4 ruined it",
+        "1.5e-4, the lowest that was tried, lost least, 3e-4 more, and 6e-4 ruined it",
         "At 10 %, an excess of 2 %",
         "0.65 of the trained model and 0.35 of the parent",
         "Half as much text at 0.8 reads",
