@@ -34,6 +34,7 @@ from hf_twell.train.trainer_card import use_model_card
 from hf_twell.train.trainers import check_batches, check_trainer
 
 IDLE_NAME = "twell_idle.safetensors"
+WHOLE_RUNS = 0.8  # share of the tokens in runs of `share`, for their union to be stored: in shorter ones it is smaller
 REVIVE_UNTIL = 0.8  # of a run: what revives later is not trained any more, and only makes the model denser
 
 
@@ -68,7 +69,8 @@ class SparsityCallback(TrainerCallback):
 
     When training ends, the model's config gets each layer's density, and with `share` the union of so many tokens, both
     smoothed over the last 2 % of the steps: engines that choose kernels before they see a token go by them. It gets
-    none where the term acts on some layers alone, or the best checkpoint's weights are loaded.
+    none where the term acts on some layers alone, or the best checkpoint's weights are loaded, and no union where more
+    than a fifth of the tokens stood in shorter runs.
 
     Its `CompleteCheckpoints` marks the trainer's checkpoints: `trainer.train(resume_from_checkpoint=True)` passes over
     those whose saving was interrupted.
@@ -312,7 +314,9 @@ class SparsityCallback(TrainerCallback):
             warn_of_miss(self.controller, self.penalty.ffns, target=self.target)
         whole = (getattr(self.penalty.config, "twell", None) or {}).get("layers") is None
         if whole and steps_of(self.trainer) == state.global_step and self._density is not None:
-            unions = None if self._union is None else {str(self.share): self._union.tolist()}
+            unions = None
+            if self._union is not None and self.penalty.in_whole_runs >= WHOLE_RUNS:
+                unions = {str(self.share): self._union.tolist()}
             record_density(self.penalty.config, self.penalty.ffns, self._density.tolist(), unions)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

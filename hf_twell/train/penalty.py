@@ -93,6 +93,7 @@ class L1Penalty:
         self._window: StepCounts | None = None
         self._choice = ModelChoice()
         self._batch_tokens = 0.0  # of a micro-batch of this rank, padding included
+        self._in_runs: torch.Tensor | None = None  # this rank's tokens in runs of `share`, and in all
         self._model = model
         self.config = next((module.config for module in model.modules() if hasattr(module, "config")), None)
         _unwatch(model)
@@ -155,6 +156,9 @@ class L1Penalty:
             )
         weight, step = token_weight(batch), self._step_tokens
         runs = None if self.share is None else runs_of(batch, self.share)
+        if runs is not None:
+            counted = torch.stack([(runs.size == self.share).sum() * self.share, runs.size.sum()])
+            self._in_runs = counted if self._in_runs is None else self._in_runs + counted
         runs_on = {device: None if runs is None else runs.to(device) for device in self._tables}
         for ffn, scale, tally, unions in zip(self.ffns, self._scale, self._tallies, self._unions, strict=True):
             ffn.twell_state.l1 = L1Inputs(
@@ -175,6 +179,13 @@ class L1Penalty:
         finally:
             for ffn in self.ffns:
                 ffn.twell_state.l1 = None
+
+    @property
+    def in_whole_runs(self) -> float:
+        """Share of this process's tokens that stood in runs of `share` tokens, not in shorter ones at a sequence's end;
+        0 without any. The host waits for it."""
+        whole, tokens = (0, 0) if self._in_runs is None else self._in_runs.tolist()
+        return whole / max(1, tokens)
 
     @property
     def is_on(self) -> bool:

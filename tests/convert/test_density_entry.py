@@ -236,4 +236,9 @@ def test_a_run_of_another_length_has_its_own_name_and_training_without_share_no_
     entry = trained(tmp_path / "few", term="count", share=20, target_density=0.2).model.config.twell
     assert list(entry["unions"]) == ["20"]
     assert "union of 20 tokens" in folder_card(tmp_path / "few" / "saved", "me/x")
+    entry = trained(tmp_path / "short", length=76, term="count", share=64, target_density=0.2).model.config.twell
+    assert list(entry["unions"]) == ["64"]
+    entry = trained(tmp_path / "shorter", length=84, term="count", share=64, target_density=0.2).model.config.twell
+    assert "density" in entry
+    assert "unions" not in entry, "more than a fifth of the tokens stood in runs of 20"
     assert "unions" not in trained(tmp_path / "none", term="count", target_density=0.2).model.config.twell
