@@ -337,7 +337,7 @@ def test_a_model_that_is_being_lost_is_told_once(tmp_path, caplog):
     run_of(tmp_path, target_density=0.3, parent_loss=2.0).train()
     (line,) = lines_with(caplog, "is being lost")
     assert line.startswith("step 1: the pretrained model is being lost: a training loss of 5.")
-    assert "where the dense parent has 2.00; give more steps, another learning rate than 5e-05 (" in line
+    assert "where the dense parent has 2.00; give more steps, another learning rate than 5e-05, " in line
     assert "layer_shares='free' or a higher target_density" in line
     (line,) = lines_with(caplog, "few for target_density=0.3")
     assert "this run reads 65,536 tokens" in line
