@@ -99,7 +99,8 @@ __device__ __forceinline__ float scale_of(const float* scales, int neuron, int w
   return neuron < width ? scales[neuron] : 0.f;
 }
 
-// A lane's four sums of a product become gates, in order: of `neuron` and of the eighth behind it, `token` and the next.
+// A lane's four sums of a product become gates, in order: of `neuron` and of the eighth behind it, `token` and the
+// next.
 template <typename Half, typename Weight>
 __device__ __forceinline__ void activate(float4& v, const GateUpParams& p, int neuron, int token) {
   const float low_bias = bias_of<Half>(p.b_gate, neuron, p.width);
