@@ -98,8 +98,8 @@ def record_density(
 
 
 def mean_unions(of_layers: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Of the unions of every layer, as a config's `twell` entry holds them, the mean layer's; of few tokens first."""
-    return {run: round(statistics.fmean(of_layers[run]), 6) for run in sorted(of_layers, key=int)}
+    """Of the unions of every layer, as a config's `twell` entry holds them, the mean layer's."""
+    return {run: round(statistics.fmean(shares), 6) for run, shares in of_layers.items()}
 
 
 def _rounded(shares: Sequence[float]) -> list[float]:

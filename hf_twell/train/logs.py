@@ -162,10 +162,7 @@ def warn_of_loss(
     if report["tokens"] >= DEAD_TOKENS and report["dead"] > MANY_DEAD:
         signs.append(f"{report['dead']:.0%} of neurons not active for any of {report['tokens']:,.0f} tokens")
     if signs:
-        changes = [
-            "more steps",
-            f"another learning rate than {trainer.args.learning_rate:g}",
-        ]
+        changes = ["more steps", f"another learning rate than {trainer.args.learning_rate:g}"]
         changes += ["layer_shares='free'"] if target is not None and layer_shares == "equal" else []
         changes += ["a lower l1_weight" if target is None else f"a higher {target}"]
         logger.warning(
